@@ -54,6 +54,7 @@ from benchmarks.own_rows import HOST_CALLS, ROWS
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import RESULTS, every, new_document, newest, origin, write_json
+from benchmarks.speculators import SPECULATORS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)
@@ -116,6 +117,33 @@ def distillation(
         "distillation",
         DISTILLATION,
         picked,
+        out,
+        quick,
+        device,
+        tuple(only or ()),
+        tuple(skip or ()),
+        seconds,
+    )
+
+
+@app.command()
+def speculators(
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="STEPSxNxHxD or STEPSxNxHxD@frozen, several with commas.")
+    ] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 4.0,
+) -> None:
+    """Drafts of speculative decoding, 3 and 7 steps, by the forward KL: us and every installed peer, whose
+    logits of all steps are whole."""
+    compare(
+        "speculators",
+        SPECULATORS,
+        parsed(SPECULATORS, shapes),
         out,
         quick,
         device,

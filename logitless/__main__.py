@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import logitless
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.losses.base import LinearLoss
 from logitless.tools.cards import CARDS
 from logitless.tools.doctor import examine
@@ -147,10 +147,10 @@ def _loss_class(where: str) -> Callable[..., LinearLoss]:
     if not module:
         names = ", ".join(LOSSES)
         remedy = f"write file.py:Class, or one of {names}"
-        raise ValueError(message("LOSS", "a loss of the library or file.py:Class", where, remedy))
+        raise value_error("LOSS", "a loss of the library or file.py:Class", where, remedy)
     if module.endswith(".py"):
         if not Path(module).is_file():
-            raise ValueError(message("LOSS", "a file with the loss", module, "check its path"))
+            raise value_error("LOSS", "a file with the loss", module, "check its path")
         spec = importlib.util.spec_from_file_location(Path(module).stem, module)
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = loaded  # where dataclasses look for the names in annotations
@@ -158,7 +158,7 @@ def _loss_class(where: str) -> Callable[..., LinearLoss]:
     else:
         loaded = importlib.import_module(module)
     if not hasattr(loaded, name):
-        raise ValueError(message("LOSS", f"a class in {module}", name, "check its name"))
+        raise value_error("LOSS", f"a class in {module}", name, "check its name")
     return getattr(loaded, name)
 
 

@@ -19,11 +19,21 @@ def message(argument: str, expected: str, got: object, remedy: str) -> str:
     return f"{argument}: expected {expected}, got {got}; {remedy}."
 
 
+def value_error(argument: str, expected: str, got: object, remedy: str) -> ValueError:
+    """A ValueError with the text of `message`."""
+    return ValueError(message(argument, expected, got, remedy))
+
+
+def type_error(argument: str, expected: str, got: object, remedy: str) -> TypeError:
+    """A TypeError with the text of `message`."""
+    return TypeError(message(argument, expected, got, remedy))
+
+
 def check_choice(argument: str, value: object, choices: Iterable) -> None:
     """Raise ValueError unless the value is one of the choices, which the message lists."""
     if value not in choices:
         expected = f"one of {', '.join(map(repr, choices))}"
-        raise ValueError(message(argument, expected, repr(value), "pick one of these"))
+        raise value_error(argument, expected, repr(value), "pick one of these")
 
 
 def check_number(
@@ -31,10 +41,10 @@ def check_number(
 ) -> None:
     """Raise unless the value is a finite number (with `whole`: an integer), not text and not a bool."""
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-        raise TypeError(message(argument, expected, repr(value), "pass a number"))
+        raise type_error(argument, expected, repr(value), "pass a number")
     if not math.isfinite(value):
         remedy = "check the computation that it comes from"
-        raise ValueError(message(argument, expected, value, remedy))
+        raise value_error(argument, expected, value, remedy)
 
 
 def warn(message: str, category: type[Warning]) -> None:

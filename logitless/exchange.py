@@ -113,8 +113,8 @@ def withdraw(module: nn.Module, key: str) -> None:
     if key not in entries:
         return
     entries[key].live = False
-    # From the top. A live exchange keeps what is below it, and a `forward` that was put on the instance
-    # meanwhile keeps the entry whose `below` it may call.
+    # From the newest entry to the oldest. A live exchange keeps all older entries, and a `forward` that was
+    # put on the instance in between keeps the entry whose `below` it may call.
     for name, entry in reversed(list(entries.items())):
         if entry.live or entry.below is not None and "forward" in module.__dict__:
             break

@@ -33,6 +33,7 @@ from benchmarks import (
     policy,
     preference,
     report,
+    speculators,
     steps,
     summary,
     tensor_parallel,
@@ -58,6 +59,8 @@ from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
 from benchmarks.preference_peers import BETA, dpo, full_logps, orpo
 from benchmarks.preference_peers import eager_loss as eager_preference
+from benchmarks.speculators import SPECULATORS
+from benchmarks.speculators_peers import eager_loss as eager_draft
 from tests.ranks import forked
 from tests.support import run_uncompiled
 
@@ -78,6 +81,7 @@ def first_operator():
 COMMANDS = {
     "ce": (),
     "distillation": ("--skip", "TRL"),
+    "speculators": (),
     "preference": ("--skip", "TRL"),
     "policy": ("--skip", "TRL"),
     "orpo-batch": ("--only", "logitless", "--only", "eager"),
@@ -187,6 +191,7 @@ def test_models_of_the_use_case(name):
         (["ce", "--device", "cpu"], "pass --quick"),
         (["ce", "--quick", "--shapes", "12x3"], "expected NxHxV"),
         (["distillation", "--quick", "--shapes", "1x2x3x4@thawed"], "expected NxHxTxV"),
+        (["speculators", "--quick", "--shapes", "3x4x5x6"], "N >= STEPS + 2"),
         (["preference", "--quick", "--shapes", "kto:1x2x3x4"], "expected orpo:PAIRSxTxHxV"),
         (["policy", "--quick", "--shapes", "0x2x3x4"], "expected BxTxHxV"),
         (["medusa", "--quick", "--shapes", "3x8x4x11@3"], "expected HEADSxTxHxV@STAGE"),
@@ -201,9 +206,13 @@ def test_bad_arguments_end_in_one_message(arguments, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize(
-    "shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES, *medusa.SHAPES], ids=str
+SHAPES = (
+    *(*ce.SHAPES, *distillation.SHAPES, *speculators.SHAPES),
+    *(*preference.SHAPES, *policy.SHAPES, *medusa.SHAPES),
 )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_read_what_they_print(shape):
     assert type(shape).parse(str(shape)) == shape
 
@@ -305,6 +314,20 @@ WRONG = {
         {
             "no term of the row": no_mean_ratio,
             "teacher misaligned": lambda hidden, weight, x, w: eager_jsd(hidden, weight, x.roll(1, 0), w),
+        },
+    ),
+    "draft": (
+        SPECULATORS,
+        speculators.Shape(3, 48, 16, 131),
+        eager_draft,
+        {
+            "verifier misaligned": lambda hiddens, weight, x, w: eager_draft(
+                hiddens, weight, x.roll(1, 0), w
+            ),
+            "no gradient of a step": lambda hiddens, *heads: eager_draft(
+                [hiddens[0], hiddens[1].detach(), hiddens[2]], *heads
+            ),
+            "no mean": lambda hiddens, *heads: eager_draft(hiddens, *heads) / len(hiddens),
         },
     ),
     "ORPO": (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.segments import Segments, cached_property
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
@@ -26,18 +26,18 @@ class TokenStats:
         lse_residual: rounding error of lse: exp((z - lse) - lse_residual) is accurate also for large lse.
             Always available.
         entropy: entropy of the distribution, in nats.
+        is_top1: 1 where the target has the largest logit, else 0.
         sum_logits: sum of the logits, weighted by the loss's `sum_logits_weights` if it has any.
         log_sum_sq_probs: log of the sum of the squared probabilities.
-        is_top1: 1 where the target has the largest logit, else 0.
     """
 
     logps: Tensor
     lse: Tensor
     lse_residual: Tensor
     entropy: Tensor
+    is_top1: Tensor
     sum_logits: Tensor
     log_sum_sq_probs: Tensor
-    is_top1: Tensor
 
     if not TYPE_CHECKING:  # for a checker, other names are errors
 
@@ -116,13 +116,11 @@ class Batch:
     def own_segments(self) -> Segments:
         """The sequences in the slice; TypeError for a loss of scope "token"."""
         if self.segments is None:
-            raise TypeError(
-                message(
-                    "scope",
-                    "'group' or 'batch' where terms looks at sequences",
-                    "'token'",
-                    "declare it in the class",
-                )
+            raise type_error(
+                "scope",
+                "'group' or 'batch' where terms looks at sequences",
+                "'token'",
+                "declare it in the class",
             )
         return self.segments
 
@@ -179,18 +177,16 @@ class Batch:
         given = getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
         if given is None:
-            raise ValueError(message(name, expected, None, "declare it in prediction_inputs and pass it"))
+            raise value_error(name, expected, None, "declare it in prediction_inputs and pass it")
         first = ids * LARGEST_POSITION
         own = torch.where(self.supervised, first + given.long(), torch.iinfo(torch.int64).max)
         known = self._sequences.all_gather_tokens(own).sort().values
         if ((known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)).any().item():
-            raise ValueError(
-                message(
-                    name,
-                    expected,
-                    "some of them twice",
-                    "count through the sequence, not through this rank's slice",
-                )
+            raise value_error(
+                name,
+                expected,
+                "some of them twice",
+                "count through the sequence, not through this rank's slice",
             )
         return torch.searchsorted(known, own) - torch.searchsorted(known, first)
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
+from logitless.engine.operands import SplitHead, check_operands, check_packed, checked_boundaries, shifted
 from logitless.engine.sampling_mask import AlignedMask, Sets
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
-from logitless.errors import check_number, message
+from logitless.errors import check_number, type_error, value_error
 from logitless.kernels import fused_projection
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
@@ -177,28 +177,18 @@ def prepare(
     stat = stat_dtype_of(dtype)
     for name, wanted in (("accum_dtype", loss.accum_dtype), ("logits_dtype", loss.logits_dtype)):
         if wanted is not None and wanted != dtype and wanted != torch.promote_types(wanted, stat):
-            raise ValueError(
-                message(name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
+            raise value_error(
+                name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default"
             )
     sequence_count = 0
     if cu_seqlens is not None:
         cu_seqlens = checked_boundaries(cu_seqlens, hidden, loss.boundaries_argument)
-        if hidden.dim() != 2:
-            raise ValueError(
-                message(
-                    "hidden",
-                    f"shape (N, H) with {loss.boundaries_argument}",
-                    tuple(hidden.shape),
-                    "flatten the tokens or leave it out",
-                )
-            )
+        check_packed("hidden", hidden, 2, loss.boundaries_argument)
     if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if shift:
         if hidden.dim() <= 1:
-            raise ValueError(
-                message("shift", "False for hidden (H,)", True, "a single token has no next one")
-            )
+            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next one")
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:
@@ -238,26 +228,19 @@ def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence
     if role is Role.WHOLE:
         return
     if not isinstance(x, Tensor):
-        raise TypeError(message(name, "a tensor", type(x).__name__, "pass torch.tensor(...)"))
+        raise type_error(name, "a tensor", type(x).__name__, "pass torch.tensor(...)")
     if role is Role.SEQUENCE:
         if x.shape[:1] != (sequence_count,):
-            raise ValueError(
-                message(
-                    name,
-                    f"shape ({sequence_count},), one entry per sequence",
-                    tuple(x.shape),
-                    "match the batch",
-                )
+            raise value_error(
+                name, f"shape ({sequence_count},), one entry per sequence", tuple(x.shape), "match the batch"
             )
     elif role in PER_TOKEN:
         if x.shape[: len(shape)] != shape:
-            raise ValueError(
-                message(
-                    name,
-                    f"a shape that starts with targets' {tuple(shape)}",
-                    tuple(x.shape),
-                    "give one entry per token",
-                )
+            raise value_error(
+                name,
+                f"a shape that starts with targets' {tuple(shape)}",
+                tuple(x.shape),
+                "give one entry per token",
             )
 
 
@@ -265,41 +248,35 @@ def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
     """Check the shape of an input (V,), once the size of the vocabulary is known."""
     got = tuple(x.shape)
     if got != (V,):
-        raise ValueError(
-            message(name, f"shape ({V},), one per token id", got, "give every token id an entry")
-        )
+        raise value_error(name, f"shape ({V},), one per token id", got, "give every token id an entry")
 
 
 def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if loss.reduction != "mean":
-        raise ValueError(
-            message(
-                "num_items",
-                f"None with reduction={loss.reduction!r}",
-                given,
-                "only reduction='mean' divides by it",
-            )
+        raise value_error(
+            "num_items",
+            f"None with reduction={loss.reduction!r}",
+            given,
+            "only reduction='mean' divides by it",
         )
     if not isinstance(given, Tensor):
         if not torch.compiler.is_compiling():  # a symbolic number would become a constant of the graph
             check_number("num_items", given, "a finite number or a 0-d tensor")
         given = torch.full((), given, dtype=dtype, device=device)
     if given.dim() != 0:
-        raise ValueError(message("num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first"))
+        raise value_error("num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
     return given.to(device)
 
 
 def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None and hidden.dim() < 3:
         if loss.scope != "batch" or Role.SEQUENCE in loss.roles.values():
-            raise ValueError(message("hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens"))
+            raise value_error("hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens")
         return 1
     count = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     group = loss.sequences_per_group
     if count % group != 0:
-        raise ValueError(
-            message(
-                "hidden", f"a multiple of {group} sequences", count, "give every group all of its sequences"
-            )
+        raise value_error(
+            "hidden", f"a multiple of {group} sequences", count, "give every group all of its sequences"
         )
     return count

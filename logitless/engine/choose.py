@@ -17,7 +17,7 @@ from logitless.engine.replay import kinds_of, replay_of
 from logitless.engine.rows import Grouping, Rows, Shard, VocabSizeChanged, all_rows, compact_rows
 from logitless.engine.spec import Fault
 from logitless.engine.teacher_rows import Ordered
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -155,9 +155,7 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
         return "", remedy
     wrong_mask = (ids == WRONG_MASK).sum().item()
     if wrong_mask:
-        raise ValueError(
-            message("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
-        )
+        raise value_error("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
     least = ids.min().item()
     greatest = ids.max().item()
     first = ids[0].item()

@@ -18,7 +18,7 @@ class Chunk:
     grad_buffer: Tensor
     features: Tensor | None = None  # (C, H) input of product 1
     targets: Tensor | None = None  # (C,) as columns of the logits
-    ignored: int | None = None  # the value of an ignored target in `targets`
+    ignore_index: int | None = None  # the value of an ignored target in `targets`
     gradient: Tensor | None = None  # (C, V) d loss / d products up to `factors`, in the products' dtype
     factor: Tensor | None = None  # (C,) row factor that the kernel of the gradient returned; None: 1
     factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: row factors that the gradient lacks

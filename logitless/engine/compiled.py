@@ -147,6 +147,6 @@ def _is_of_the_compiler(error: Exception) -> bool:
 
 
 def _stance(device: torch.device) -> AbstractContextManager:
-    """Context that runs uncompiled what is not compiled yet while a CUDA graph is captured."""
+    """Context in which no function is compiled while a CUDA graph is captured: it runs uncompiled instead."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return torch.compiler.set_stance("eager_on_recompile") if capturing else nullcontext()

@@ -56,7 +56,7 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
         What `run` returns.
 
     Raises:
-        ValueError: what is wrong with the call's targets and inputs (see `spec.Fault`).
+        ValueError: a target or an input is invalid (see `spec.Fault`).
     """
     streak = _streak(call)
     if streak is not None and streak.length >= streak.needed and _has_faults(call):

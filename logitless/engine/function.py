@@ -30,7 +30,7 @@ from logitless.engine.call import HeadCall
 from logitless.engine.gradients import finish
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import value_error
 
 
 class Mode(Enum):
@@ -129,7 +129,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
     calls = unpack(signature, tensors, sequences)
     if run.mode is Mode.ACCUMULATE_IN_FORWARD:
-        solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, static=False)
+        solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, fixed_dtypes=False)
         run.plans.append(solved.plan)
         return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
     if per_token:
@@ -137,10 +137,10 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         run.plans.append(statistics.plan)
         names = signature.loss.objective.statistic_names(signature.loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
-    solved = passes.solve(calls, static=False)
+    solved = passes.solve(calls, fixed_dtypes=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
-    # None stands for a factor of 1 that the host knows: it needs no multiplication.
+    # None: the factor is 1, and the host knows it, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
@@ -245,7 +245,7 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
         deferred, found = operators.token_gradients(
-            call, statistics, upstream, dlogp_dhidden, ctx.rows, static=False
+            call, statistics, upstream, dlogp_dhidden, ctx.rows, fixed_dtypes=False
         )
         sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
@@ -261,7 +261,7 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
         )
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
-        _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, static=False)
+        _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, fixed_dtypes=False)
     return _by_slot(run, d_hidden, d_bias)
 
 
@@ -302,13 +302,11 @@ def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
     expected = "an upstream gradient of 1 with accumulate_into"
     if on_host:
         if upstream.item() != 1:
-            raise ValueError(
-                message(
-                    "loss",
-                    expected,
-                    upstream.item(),
-                    "leave the loss unscaled, and pass the factor as grad_scale",
-                )
+            raise value_error(
+                "loss",
+                expected,
+                upstream.item(),
+                "leave the loss unscaled, and pass the factor as grad_scale",
             )
     else:
         torch._assert_async(

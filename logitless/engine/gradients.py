@@ -23,28 +23,29 @@ class SumDtypes(NamedTuple):
     bias: torch.dtype
 
 
-def sum_dtypes(call: HeadCall, *, several_heads: bool, wide: bool) -> SumDtypes:
+def sum_dtypes(call: HeadCall, *, multi_head: bool, fp32_d_weight: bool) -> SumDtypes:
     """The dtypes of the sums of a head's gradients.
 
     Args:
         call: the head.
-        several_heads: whether the public call has other heads.
-        wide: whether d_weight is summed in `stat_dtype`: over several chunks, and where the dtype must not
-            depend on the number of chunks.
+        multi_head: whether the public call has other heads.
+        fp32_d_weight: whether d_weight is summed in `stat_dtype`: over several chunks, and where the dtype
+            must not depend on the number of chunks.
     """
-    # In fp16 the sum may overflow where the mean, which is smaller, does not.
-    wide = wide or call.dtype == torch.float16
-    weight = call.loss.accum_dtype or (call.stat_dtype if wide else call.dtype)
-    hidden = call.stat_dtype if several_heads else d_hidden_dtype(call.dtype)
+    weight = call.loss.accum_dtype
+    if weight is None:
+        # In fp16 the sum may overflow where the mean, which is smaller, does not.
+        weight = call.stat_dtype if fp32_d_weight or call.dtype == torch.float16 else call.dtype
+    hidden = call.stat_dtype if multi_head else d_hidden_dtype(call.dtype)
     return SumDtypes(hidden, weight, call.stat_dtype)
 
 
 def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each entry of `Gradients.sums` after the last head, in a pass with `static=True`."""
+    """Shape and dtype of each entry of `Gradients.sums` after the last head, with `fixed_dtypes=True`."""
     several = len(calls) > 1
     sums = {}
     for call in calls:
-        dtypes = sum_dtypes(call, several_heads=several, wide=True)
+        dtypes = sum_dtypes(call, multi_head=several, fp32_d_weight=True)
         hidden, weight, bias, layers = call.slots
         if call.needs.hidden:
             sums[hidden] = call.hidden.shape, dtypes.hidden
@@ -78,7 +79,8 @@ class Gradients:
 
     Args:
         calls: the heads, in order.
-        static: whether the dtypes of the sums must not depend on the number of tokens (compiled graphs).
+        fixed_dtypes: whether the dtypes of the sums must not depend on the number of tokens (in compiled
+            graphs).
         main: (V, H) main gradient to which d_weight is added, complete: the backward pass applies no factor
             to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
 
@@ -89,8 +91,8 @@ class Gradients:
             is None at first: the first head chooses a power of two that keeps the gradients near 1.
     """
 
-    def __init__(self, calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None):
-        self._static = static
+    def __init__(self, calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None):
+        self._fixed_dtypes = fixed_dtypes
         self._main = main
         self._several = len(calls) > 1
         self._last = {slot: call for call in calls for slot in call.slots[:3]}
@@ -104,7 +106,9 @@ class Gradients:
         needs = call.needs
         V, H = call.weight.shape
         _, weight, bias, _ = call.slots
-        dtypes = sum_dtypes(call, several_heads=self._several, wide=several_chunks or self._static)
+        dtypes = sum_dtypes(
+            call, multi_head=self._several, fp32_d_weight=several_chunks or self._fixed_dtypes
+        )
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
             if self.deferred is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.parallel.groups import is_dtensor, local_parameter, sharded_like
 
 # The module with a function `view_of(module) -> HeadView`, by the package of the head's class.
@@ -155,25 +155,21 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
         return head
     expected = "a tensor (V, H), or an LM head: torch.nn.Linear, or one under PEFT's LoRA or modules_to_save"
     if not isinstance(head, nn.Module):
-        raise TypeError(
-            message(
-                argument,
-                expected,
-                type(head).__name__,
-                "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
-            )
+        raise type_error(
+            argument,
+            expected,
+            type(head).__name__,
+            "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
         )
     cls, sharded = _own_class(type(head))
     package = cls.__module__.partition(".")[0]
     if cls is not nn.Linear:
         if package not in CONVERTERS:
-            raise TypeError(
-                message(
-                    argument,
-                    expected,
-                    f"{cls.__module__}.{cls.__qualname__}",
-                    REMEDIES.get(package, "pass the weight that it computes, as a tensor"),
-                )
+            raise type_error(
+                argument,
+                expected,
+                f"{cls.__module__}.{cls.__qualname__}",
+                REMEDIES.get(package, "pass the weight that it computes, as a tensor"),
             )
         return _converter(package)(head)
     hooked = (
@@ -181,13 +177,11 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     )
     hooked = hooked and not called
     if hooked:
-        raise ValueError(
-            message(
-                argument,
-                "a head whose forward pass is its own",
-                "one with hooks",
-                "remove them, or patch_model(model), which calls the head itself",
-            )
+        raise value_error(
+            argument,
+            "a head whose forward pass is its own",
+            "one with hooks",
+            "remove them, or patch_model(model), which calls the head itself",
         )
     return HeadView(head.weight, head.bias)
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.levels import is_per_sequence, per_token_shape
-from logitless.engine.operands import sequence_numbers, shifted
+from logitless.engine.operands import check_packed, sequence_numbers, shifted
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.segments import cached_property
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.sequences import WholeSequences
 
 
@@ -30,18 +30,10 @@ class SequenceLayout:
         self.kept = kept  # the sampling mask of the call
         self.packed = cu_seqlens is not None
         if self.packed:
-            if targets.dim() != 1:
-                raise ValueError(
-                    message(
-                        "targets",
-                        "shape (N,) with cu_seqlens",
-                        tuple(targets.shape),
-                        "flatten the tokens or leave it out",
-                    )
-                )
+            check_packed("targets", targets, 1)
         elif targets.dim() != 2:
             remedy = "or pass flat tokens with cu_seqlens"
-            raise ValueError(message("targets", "shape (B, T)", tuple(targets.shape), remedy))
+            raise value_error("targets", "shape (B, T)", tuple(targets.shape), remedy)
         self.cu_seqlens = cu_seqlens
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.targets = self.aligned(targets.long(), ignore_index)
@@ -75,8 +67,8 @@ class SequenceLayout:
             if x.shape != self.targets.shape:
                 shape = tuple(self.targets.shape)
                 either = f"{shape} or ({self.sequences},)" if per_sequence else f"{shape}"
-                raise ValueError(
-                    message(name, f"targets' shape {either}", tuple(x.shape), "align it with the targets")
+                raise value_error(
+                    name, f"targets' shape {either}", tuple(x.shape), "align it with the targets"
                 )
             x = self.aligned(x, fill)
         x = x.detach() if x.requires_grad else x

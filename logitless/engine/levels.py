@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
@@ -46,7 +46,7 @@ def is_per_sequence(
         expected = f"shape ({sequences}, 1), one per sequence, or (1, {sequences}), one per token"
         got = f"({sequences},) in a call of {sequences} sequences and {sequences} tokens"
         remedy = "reshape it: this shape does not say which of the two it is"
-        raise ValueError(message(name, expected, got, remedy))
+        raise value_error(name, expected, got, remedy)
     return flat and not (aligned and sums)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.kernels.head import targets as kernels
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -61,50 +61,40 @@ def check_operands(
         (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
     )
     if hidden.dim() < 1:
-        raise ValueError(
-            message("hidden", "shape (..., H)", tuple(hidden.shape), "pass hidden states, one row per target")
+        raise value_error(
+            "hidden", "shape (..., H)", tuple(hidden.shape), "pass hidden states, one row per target"
         )
     if weight.dim() != 2:
-        raise ValueError(
-            message("weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
-        )
+        raise value_error("weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
     if head.shape[0] != weight.shape[0]:
-        raise ValueError(
-            message(
-                "weight",
-                "as many rows in both parts of a SplitHead",
-                tuple(weight.shape),
-                "both are of the same vocabulary",
-            )
+        raise value_error(
+            "weight",
+            "as many rows in both parts of a SplitHead",
+            tuple(weight.shape),
+            "both are of the same vocabulary",
         )
     if rows[-1] != head.shape[1]:
         # Only the hidden states of the frozen columns are checked: the width of the trained columns is
         # that of the rest of hidden by construction.
-        raise ValueError(
-            message(
-                "hidden",
-                f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}",
-                tuple(rows),
-                "pass the hidden states that enter this LM head, and weight as (V, H)",
-            )
+        raise value_error(
+            "hidden",
+            f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}",
+            tuple(rows),
+            "pass the hidden states that enter this LM head, and weight as (V, H)",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            message(
-                "bias",
-                f"shape ({weight.shape[0]},), one per row of weight",
-                tuple(bias.shape),
-                "pass the bias of the same head",
-            )
+        raise value_error(
+            "bias",
+            f"shape ({weight.shape[0]},), one per row of weight",
+            tuple(bias.shape),
+            "pass the bias of the same head",
         )
     if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            message(
-                "targets",
-                f"shape {tuple(hidden.shape[:-1])}, one per row of hidden",
-                tuple(targets.shape),
-                "align targets with hidden (shift=True takes unshifted labels of the same length)",
-            )
+        raise value_error(
+            "targets",
+            f"shape {tuple(hidden.shape[:-1])}, one per row of hidden",
+            tuple(targets.shape),
+            "align targets with hidden (shift=True takes unshifted labels of the same length)",
         )
     device = hidden.device
     if device.type == "meta":
@@ -114,17 +104,15 @@ def check_operands(
         if x is None:
             continue
         if not autocast and name != "targets" and x.dtype != hidden.dtype:
-            raise TypeError(
-                message(
-                    name,
-                    f"hidden's dtype {hidden.dtype}",
-                    x.dtype,
-                    "cast one of them, or call under torch.autocast",
-                )
+            raise type_error(
+                name,
+                f"hidden's dtype {hidden.dtype}",
+                x.dtype,
+                "cast one of them, or call under torch.autocast",
             )
         if x.device != device:
             check_data(**{name: x})
-            raise ValueError(message(name, f"hidden's device {device}", x.device, f"move {name} there"))
+            raise value_error(name, f"hidden's device {device}", x.device, f"move {name} there")
     return torch.get_autocast_dtype(device.type) if autocast else weight.dtype
 
 
@@ -132,13 +120,11 @@ def check_data(**tensors: Tensor) -> None:
     """Refuse tensors on the meta device, which have no data."""
     for name, x in tensors.items():
         if x.is_meta:
-            raise ValueError(
-                message(
-                    name,
-                    "a tensor with data",
-                    "one on the meta device",
-                    "load the model, or make the tensor, on a real device first",
-                )
+            raise value_error(
+                name,
+                "a tensor with data",
+                "one on the meta device",
+                "load the model, or make the tensor, on a real device first",
             )
 
 
@@ -149,7 +135,7 @@ def _check_floats(name: str, x: object) -> None:
             "weight": "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
             "bias": "pass bias as a torch.Tensor",
         }
-        raise TypeError(message(name, "a tensor", type(x).__name__, remedies[name]))
+        raise type_error(name, "a tensor", type(x).__name__, remedies[name])
     expected = "a dense bfloat16, float16, float32 or float64 tensor"
     got = f"{x.dtype}, {x.layout}"
     dense = x.dtype in FLOATS and x.layout == torch.strided
@@ -158,20 +144,18 @@ def _check_floats(name: str, x: object) -> None:
         # Token ids instead of floats: the arguments are probably in another order.
         remedy = "the order is (hidden, weight, targets), with the token ids last"
     if not dense:
-        raise TypeError(message(name, expected, got, remedy))
+        raise type_error(name, expected, got, remedy)
 
 
 def _check_ids(targets: object) -> None:
     if not isinstance(targets, Tensor):
-        raise TypeError(message("targets", "an int64 tensor", type(targets).__name__, "pass token ids"))
+        raise type_error("targets", "an int64 tensor", type(targets).__name__, "pass token ids")
     if targets.dtype not in INTEGERS:
-        raise TypeError(
-            message(
-                "targets",
-                "integer token ids (int64)",
-                targets.dtype,
-                "pass token ids, not probabilities or a mask; the order is (hidden, weight, targets)",
-            )
+        raise type_error(
+            "targets",
+            "integer token ids (int64)",
+            targets.dtype,
+            "pass token ids, not probabilities or a mask; the order is (hidden, weight, targets)",
         )
 
 
@@ -190,18 +174,13 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
         weights: name of the call's argument for token weights, if it has one, for the error.
     """
     if mask.shape != targets.shape:
-        raise ValueError(
-            message(
-                "mask",
-                f"targets' shape {tuple(targets.shape)}",
-                tuple(mask.shape),
-                "give one entry per target",
-            )
+        raise value_error(
+            "mask", f"targets' shape {tuple(targets.shape)}", tuple(mask.shape), "give one entry per target"
         )
     if not holds_flags(mask):
         remedy = "pass mask != 0 if it holds 0 and 1, mask == 0 if it is additive (0 keeps, -inf drops)"
         remedy += "" if weights is None else f", and weights of the tokens as {weights}"
-        raise TypeError(message("mask", MASKS, mask.dtype, remedy))
+        raise type_error("mask", MASKS, mask.dtype, remedy)
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
 
 
@@ -228,28 +207,39 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
         name: name of the argument, for the error.
     """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(message(name, "a tensor", type(cu_seqlens).__name__, f"pass torch.as_tensor({name})"))
+        raise type_error(name, "a tensor", type(cu_seqlens).__name__, f"pass torch.as_tensor({name})")
     expected = "(sequences + 1,) int64 boundaries"
     if cu_seqlens.dtype not in INTEGERS or cu_seqlens.dim() != 1:
-        raise ValueError(
-            message(
-                name,
-                expected,
-                f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}",
-                "pass the offsets of the sequences, 0 to N",
-            )
+        raise value_error(
+            name,
+            expected,
+            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}",
+            "pass the offsets of the sequences, 0 to N",
         )
     needed = 2 if like.numel() > 0 else 1
     if cu_seqlens.shape[0] < needed:
-        raise ValueError(
-            message(
-                name,
-                expected,
-                f"{cu_seqlens.shape[0]} of them",
-                "one sequence of N tokens has the boundaries (0, N)",
-            )
+        raise value_error(
+            name,
+            expected,
+            f"{cu_seqlens.shape[0]} of them",
+            "one sequence of N tokens has the boundaries (0, N)",
         )
     return cu_seqlens.to(like.device, torch.int64)
+
+
+def check_packed(name: str, x: Tensor, dims: int, boundaries: str = "cu_seqlens") -> None:
+    """Raise ValueError unless the tokens of packed sequences are flat: targets (N,), hidden states (N, H).
+
+    Args:
+        name: name of the argument.
+        x: its value.
+        dims: 1 for targets, 2 for hidden states.
+        boundaries: name of the argument with the boundaries of the sequences.
+    """
+    if x.dim() != dims:
+        expected = f"shape {'(N,)' if dims == 1 else '(N, H)'} with {boundaries}"
+        remedy = f"flatten the tokens or leave {boundaries} out"
+        raise value_error(name, expected, tuple(x.shape), remedy)
 
 
 def sequence_numbers(cu_seqlens: Tensor, positions: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from logitless.engine.call import HeadCall, Slots, d_hidden_dtype
 from logitless.engine.gradients import Gradients, finish, finished_sums
 from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
-from logitless.errors import message
+from logitless.errors import value_error
 
 # -- Names of the constants of a graph
 
@@ -50,13 +50,11 @@ class Registered(NamedTuple):
         groups = {name: reference() for name, reference in self.groups.items()}
         for name, group in groups.items():
             if group is None:
-                raise ValueError(
-                    message(
-                        name,
-                        "the group that a graph was compiled with",
-                        "none",
-                        "call torch._dynamo.reset() after a process group was destroyed",
-                    )
+                raise value_error(
+                    name,
+                    "the group that a graph was compiled with",
+                    "none",
+                    "call torch._dynamo.reset() after a process group was destroyed",
                 )
         loss = self.signature.loss
         values = [groups.get(field.name, getattr(loss, field.name)) for field in fields(loss)]
@@ -190,7 +188,7 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
     """[loss, metrics, *tokens, deferred, *sums of gradients]"""
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
-        solved = passes.solve(calls, static=True)
+        solved = passes.solve(calls, fixed_dtypes=True)
         sums = _sums(solved.gradients, calls, key, solved.loss)
         return [solved.loss, solved.metrics, *solved.tokens, solved.deferred_on_device, *sums]
 
@@ -247,7 +245,7 @@ def gradients_op(
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
         kept = dlogp_dhidden if passes.keeps_dlogp_dhidden(calls[0]) else None
-        deferred, gradients = token_gradients(calls[0], statistics, upstream, kept, None, static=True)
+        deferred, gradients = token_gradients(calls[0], statistics, upstream, kept, None, fixed_dtypes=True)
         return [deferred, *_sums(gradients, calls, key, deferred)]
 
 
@@ -259,7 +257,7 @@ def _(tensors, dlogp_dhidden, statistics, upstream, sequences, key):
 
 
 def token_gradients(
-    call: HeadCall, statistics, upstream, dlogp_dhidden, rows, *, static: bool
+    call: HeadCall, statistics, upstream, dlogp_dhidden, rows, *, fixed_dtypes: bool
 ) -> tuple[Tensor, Gradients]:
     """`passes.token_gradients`, from statistics and upstream gradients in the order of `statistic_names`."""
     loss = call.loss
@@ -268,7 +266,7 @@ def token_gradients(
     known = {name: x for name, x, _ in named if x.dim()}
     differentiable = objective.differentiable_names(loss)
     given = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
-    return passes.token_gradients(call, known, given, dlogp_dhidden, rows, static=static)
+    return passes.token_gradients(call, known, given, dlogp_dhidden, rows, fixed_dtypes=fixed_dtypes)
 
 
 @torch.library.custom_op("logitless::accumulate", mutates_args=("main",))
@@ -278,7 +276,7 @@ def accumulate_op(
     """(d_hidden, d_bias), complete; adds the weight's gradient to `main`."""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
-        _, d_hidden, d_bias = accumulate(call, main, grad_scale, static=True)
+        _, d_hidden, d_bias = accumulate(call, main, grad_scale, fixed_dtypes=True)
         return _present(d_hidden, main), _present(d_bias, main)
 
 
@@ -293,10 +291,10 @@ def _(main, grad_scale, tensors, sequences, key):
 
 
 def accumulate(
-    call: HeadCall, main: Tensor, grad_scale: float, *, static: bool
+    call: HeadCall, main: Tensor, grad_scale: float, *, fixed_dtypes: bool
 ) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
     """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
-    solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
+    solved = passes.solve([replace(call, coefficient=grad_scale)], fixed_dtypes=fixed_dtypes, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
     dtypes = call.hidden.dtype, None if d_bias is None else call.bias.dtype

@@ -64,27 +64,29 @@ class Statistics:
     plan: Plan
 
 
-def solve(calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None) -> Solved:
+def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None) -> Solved:
     """Compute the loss and its gradients in one pass.
 
     Args:
         calls: the heads, in order.
-        static: whether the dtypes of the gradients must not depend on the number of tokens.
+        fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
         main: (V, H) to which the complete gradient of the weight is added.
     """
     if len(calls) == 1 and main is None:
-        return over_rows(calls[0], lambda call, rows: _solve([(call, rows)], static=static, main=None))
-    return _solve(list(map(resolve_rows, calls)), static=static or len(calls) > 1, main=main)
+        return over_rows(
+            calls[0], lambda call, rows: _solve([(call, rows)], fixed_dtypes=fixed_dtypes, main=None)
+        )
+    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes or len(calls) > 1, main=main)
 
 
-def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tensor | None) -> Solved:
-    wide = static or main is not None
-    gradients = Gradients([call for call, _ in chosen], static=static, main=main)
+def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main: Tensor | None) -> Solved:
+    fp32_d_weight = fixed_dtypes or main is not None
+    gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
     deferred = gradients.deferred
     losses = []
     metrics = []
     for call, rows in chosen:
-        plan = plan_for(call, rows, Pass.SOLVE, len(chosen), wide=wide)
+        plan = plan_for(call, rows, Pass.SOLVE, len(chosen), fp32_d_weight=fp32_d_weight)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = objective_of(call).for_loss(call, rows, plan, factors)
         head = projection_of(plan)(call, rows, gradients=True)
@@ -137,7 +139,7 @@ def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
     plan = plan_for(call, rows, Pass.STATISTICS)
     objective = objective_of(call).for_stats(call, rows, plan)
     head = projection_of(plan)(call, rows, gradients=kept)
-    run(plan, rows.chunked, head, objective, Gradients([call], static=False))
+    run(plan, rows.chunked, head, objective, Gradients([call], fixed_dtypes=False))
     statistics = {
         name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
     }
@@ -151,7 +153,7 @@ def token_gradients(
     dlogp_dhidden: Tensor | None,
     rows: Rows | None,
     *,
-    static: bool,
+    fixed_dtypes: bool,
 ) -> tuple[Tensor, Gradients]:
     """The backward pass of `token_statistics`.
 
@@ -161,7 +163,7 @@ def token_gradients(
         upstream: (N,) gradients of the differentiable statistics, by name.
         dlogp_dhidden: (N, H) d logp / d hidden, if the forward pass kept it.
         rows: the rows of the forward pass; None: choose them again.
-        static: see `solve`.
+        fixed_dtypes: see `solve`.
 
     Returns:
         (deferred factor, gradients up to that factor).
@@ -173,7 +175,7 @@ def token_gradients(
     everything = rows.at(0, rows.count)
     given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
     known = {name: x[everything] for name, x in statistics.items()}
-    gradients = Gradients([call], static=static)
+    gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
         objective = call.loss.objective.for_backward(call, rows, known, given)
@@ -190,7 +192,7 @@ def token_gradients(
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
-    plan = plan_for(call, rows, Pass.GRADIENTS, wide=static)
+    plan = plan_for(call, rows, Pass.GRADIENTS, fp32_d_weight=fixed_dtypes)
     objective = objective_of(call).for_backward(call, rows, known, given)
     head = projection_of(plan)(call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.sums > 1)
@@ -237,7 +239,9 @@ def keeps_dlogp_dhidden(call: HeadCall) -> bool:
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
-def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide: bool = False) -> Plan:
+def plan_for(
+    call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, fp32_d_weight: bool = False
+) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default budget.
 
     The budget counts memory of size [C, V]. The [C, H] features and d_features of a chunk are not counted:
@@ -248,7 +252,7 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         rows: the rows to project.
         purpose: which pass.
         heads: how many heads the public call has.
-        wide: whether d_weight is summed in a wider dtype even if there is a single chunk.
+        fp32_d_weight: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
     """
     loss = call.loss
     device = call.weight.device
@@ -278,7 +282,7 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
     # Pass.STATISTICS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does
     # not count, as d_weight is in fp32 in any case.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
-    if summed and not wide and loss.accum_dtype is None:
+    if summed and not fp32_d_weight and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize
     facts = Facts(
         rows.count,

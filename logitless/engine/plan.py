@@ -103,15 +103,16 @@ class Plan:
         chunks: number of chunks of logits that are projected.
         token_chunk: rows of the largest chunk.
         parts: the strategies of the groups, if they differ.
-        columns: number of columns of the logits that are computed per row; 0: all.
-        backward: number of products (d_hidden, d_weight) for a chunk whose gradient is written.
-        later: products per token in the backward pass, if that recomputes the logits.
+        columns: number of logits that are computed per row; 0 if the logits of all ids are.
+        backward: number of products for the gradient of a chunk: one for d_hidden, one for d_weight.
+        later: number of products per row that the backward pass adds where the forward pass computes only
+            statistics (`reduction="none"`); 0 where the forward pass computes the gradients.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
         heads: number of heads of the call; the plan is that of the last head.
-        logits: the dtype to which the logits are rounded, such as "bfloat16"; "float32" says that they are
-            not rounded.
-        replay: the tokens by kind in a call with a sampling mask. `rows` are then the tokens that are
-            projected.
+        logits: the dtype in which the statistics read the logits, such as "bfloat16" for rounded logits, or
+            "float32" for the accumulators of the product.
+        replay: the number of tokens of each kind, in a call with a sampling mask; `rows` counts the projected
+            tokens alone.
     """
 
     strategy: str

@@ -62,7 +62,7 @@ class Projection:
         x = call.hidden[chunk.row_index].to(self.weight.dtype)
         chunk.features = x if self.layers is None else self.layers.forward(x)
         targets = call.targets[chunk.row_index]
-        chunk.targets, chunk.ignored = call.vocabulary.columns(targets, call.loss.ignore_index)
+        chunk.targets, chunk.ignore_index = call.vocabulary.columns(targets, call.loss.ignore_index)
 
     def project(self, chunk: Chunk) -> None:
         """Product 1: features -> logits."""

@@ -24,18 +24,18 @@ class Reader(NamedTuple):
     vocabulary: WholeVocabulary
     V: int
     targets: Tensor  # (n,) `ignored` for ignored rows, else a column that does not exist
-    ignored: int
+    ignore_index: int
     dtype: torch.dtype  # dtype of the statistics
 
     @property
     def options(self) -> dict:
         """Keyword arguments of the kernels that read a chunk."""
-        return {"head": self.head, "bias": self.bias, "ignore_index": self.ignored}
+        return {"head": self.head, "bias": self.bias, "ignore_index": self.ignore_index}
 
     @property
     def kept(self) -> dict:
         """Keyword arguments of `slots.sparse_grad`: ignored rows, and the head for its derivative."""
-        return {"head": self.head, "targets": self.targets, "ignore_index": self.ignored}
+        return {"head": self.head, "targets": self.targets, "ignore_index": self.ignore_index}
 
     def statistics(
         self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.sequences import WholeSequences
 
@@ -72,9 +72,7 @@ class Fault(NamedTuple):
         """Raise ValueError with the count that the host has read; `ranks` are the ranks with the fault."""
         where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
         more, remedy = ("", self.remedy) if self.details is None else self.details()
-        raise ValueError(
-            message(self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
-        )
+        raise value_error(self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
 
     def assert_async(self, fits: Tensor) -> None:
         """Assert `fits` (0-d bool) on the device, without a host sync."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.local_autograd import gradients_of, recorded
 from logitless.engine.remembered import Remembered
-from logitless.errors import message, warn
+from logitless.errors import type_error, value_error, warn
 from logitless.kernels.head.sums import sums
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
@@ -102,13 +102,11 @@ def _check_num_items(terms: Mapping[str, Term], factors: UnitFactors) -> None:
     unit = factors.num_items_unit
     if unit is not None and all(term.over != unit for term in terms.values()):
         units = ", ".join(sorted({str(term.over) for term in terms.values()}))
-        raise ValueError(
-            message(
-                "num_items",
-                f"None for a loss without a term over {unit!r}, the unit that it counts",
-                f"a number beside terms over {units}",
-                "leave it out, or set the loss's `unit` to the one that it counts",
-            )
+        raise value_error(
+            "num_items",
+            f"None for a loss without a term over {unit!r}, the unit that it counts",
+            f"a number beside terms over {units}",
+            "leave it out, or set the loss's `unit` to the one that it counts",
         )
 
 
@@ -237,13 +235,11 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
     """The sum of the terms, unreduced. All terms must have the same unit."""
     units = {term.over for term in terms.values()}
     if len(units) != 1:
-        raise ValueError(
-            message(
-                "reduction",
-                "'mean' or 'sum' for a loss of several units",
-                f"'none' with {sorted(map(str, units))}",
-                "reduce it",
-            )
+        raise value_error(
+            "reduction",
+            "'mean' or 'sum' for a loss of several units",
+            f"'none' with {sorted(map(str, units))}",
+            "reduce it",
         )
     return sum(term.values for term in terms.values())
 
@@ -297,33 +293,27 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
         or len(result) != 2
         or not all(isinstance(part, Mapping) for part in result)
     ):
-        raise TypeError(
-            message(
-                "terms",
-                f"({{name: Term}}, {{metric name: Term}}) from {name}.terms",
-                type(result).__name__,
-                remedy,
-            )
+        raise type_error(
+            "terms",
+            f"({{name: Term}}, {{metric name: Term}}) from {name}.terms",
+            type(result).__name__,
+            remedy,
         )
     terms, metrics = result
     if not terms:
-        raise ValueError(message("terms", f"at least one part of the loss from {name}.terms", "none", remedy))
+        raise value_error("terms", f"at least one part of the loss from {name}.terms", "none", remedy)
     if set(metrics) != set(loss.metric_names):
-        raise ValueError(
-            message(
-                "metric_names",
-                f"the metrics that {name}.terms returns, {sorted(metrics)}",
-                sorted(loss.metric_names),
-                "declare them on the class",
-            )
+        raise value_error(
+            "metric_names",
+            f"the metrics that {name}.terms returns, {sorted(metrics)}",
+            sorted(loss.metric_names),
+            "declare them on the class",
         )
     lengths = batch.unit_lengths
     for key, term in (*terms.items(), *metrics.items()):
         whose = f"{key!r} of {name}"
         if not isinstance(term, Term):
-            raise TypeError(
-                message("terms", f"a Term as {whose}", type(term).__name__, "wrap the values in Term")
-            )
+            raise type_error("terms", f"a Term as {whose}", type(term).__name__, "wrap the values in Term")
         _check_values(whose, term, lengths, in_metric=key in metrics)
         if loss.scope != "token" and term.values.dim():
             _check_unit(whose, term, lengths)
@@ -335,13 +325,11 @@ def _check_unit(whose: str, term: Term, lengths: Mapping[str, int]) -> None:
         return
     several = ", ".join(map(repr, lengths))
     if term.of is not None:
-        raise ValueError(
-            message(
-                "terms",
-                f"of= what {whose} has one value of each",
-                f"{term.of!r} with {term.values.shape[0]} values",
-                f"pass one of {several}",
-            )
+        raise value_error(
+            "terms",
+            f"of= what {whose} has one value of each",
+            f"{term.of!r} with {term.values.shape[0]} values",
+            f"pass one of {several}",
         )
     if not torch.compiler.is_compiling():
         warn(
@@ -354,39 +342,28 @@ def _check_unit(whose: str, term: Term, lengths: Mapping[str, int]) -> None:
 def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
     values, over, _ = term
     if not isinstance(values, Tensor):
-        raise TypeError(
-            message("terms", f"a tensor of values for {whose}", type(values).__name__, "pass a tensor")
-        )
+        raise type_error("terms", f"a tensor of values for {whose}", type(values).__name__, "pass a tensor")
     if isinstance(over, Tensor):
         if not in_metric or over.shape != values.shape:
-            raise ValueError(
-                message(
-                    "terms",
-                    f"weights like the values in {whose}, of a metric",
-                    tuple(over.shape),
-                    "align them, or name a unit",
-                )
+            raise value_error(
+                "terms",
+                f"weights like the values in {whose}, of a metric",
+                tuple(over.shape),
+                "align them, or name a unit",
             )
     else:
         if over is not None and over not in UNITS:
-            raise ValueError(
-                message(
-                    "terms",
-                    f"over= one of {', '.join(UNITS)} or None in {whose}",
-                    repr(over),
-                    "name the unit",
-                )
+            raise value_error(
+                "terms", f"over= one of {', '.join(UNITS)} or None in {whose}", repr(over), "name the unit"
             )
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
     if not fits and not (values.dim() == 0 and over is None):
         # Made only on failure: Dynamo would specialize on the lengths in the text.
         names = {"tokens": "row", "sequences": "sequence", "pairs": "pair"}
         shapes = " or ".join(f"({length},), one per {names[unit]}" for unit, length in lengths.items())
-        raise ValueError(
-            message(
-                "terms",
-                f"{whose} as values of shape {shapes}",
-                tuple(values.shape),
-                "return unreduced values: a mean over a slice is no part of the mean over the call",
-            )
+        raise value_error(
+            "terms",
+            f"{whose} as values of shape {shapes}",
+            tuple(values.shape),
+            "return unreduced values: a mean over a slice is no part of the mean over the call",
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from logitless.errors import message, warn
+from logitless.errors import message, value_error, warn
 from logitless.integrations.versions import announce, check_version, unavailable
 from logitless.models import fuse_layers, patch_model
 
@@ -67,16 +67,16 @@ class LogitlessArgs(BaseModel):
             for key in EXCLUDED:
                 if data.get(key):
                     remedy = f"leave {key} out, or set logitless: false"
-                    raise ValueError(message(key, "nothing beside logitless", data[key], remedy))
+                    raise value_error(key, "nothing beside logitless", data[key], remedy)
             for key in PARALLEL:
                 if (data.get(key) or 1) > 1:
                     remedy = "axolotl gathers logits there; set logitless: false"
-                    raise ValueError(message(key, "1 beside logitless", data[key], remedy))
+                    raise value_error(key, "1 beside logitless", data[key], remedy)
         if data.get("logitless_fused_layers"):
             for key in LIGER_LAYERS:
                 if data.get(key):
                     remedy = f"leave {key} out, as both replace the same layers"
-                    raise ValueError(message(key, "nothing beside logitless_fused_layers", data[key], remedy))
+                    raise value_error(key, "nothing beside logitless_fused_layers", data[key], remedy)
         return data
 
 

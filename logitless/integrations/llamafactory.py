@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.integrations.versions import announce, find, unavailable
 from logitless.models import check_trainer_arguments, fuse_layers, patch_model
 
@@ -77,11 +77,11 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     stage = arguments.get("stage", "sft")
     if stage not in STAGES:
         remedy = "use llamafactory-cli train: the other stages read logits, or have no LM head"
-        raise ValueError(message("stage", " or ".join(map(repr, STAGES)), repr(stage), remedy))
+        raise value_error("stage", " or ".join(map(repr, STAGES)), repr(stage), remedy)
     for key in EXCLUDED:
         if is_on(arguments.get(key)):
             remedy = f"leave {key} out, or use llamafactory-cli train"
-            raise ValueError(message(key, "nothing with logitless", arguments[key], remedy))
+            raise value_error(key, "nothing with logitless", arguments[key], remedy)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.argv = before
     if not isinstance(found, dict):
         remedy = "write the arguments into a YAML file"
-        raise ValueError(message("arguments", "train.yaml, then name=value", " ".join(found), remedy))
+        raise value_error("arguments", "train.yaml, then name=value", " ".join(found), remedy)
     found = dict(found)
     budget = found.pop("logitless_budget", None)
     fused = is_on(found.pop("logitless_fused_layers", False))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.exchange import exchanged
 from logitless.integrations.sequences import GatherSequence
 from logitless.integrations.versions import announce, check_version
@@ -56,7 +56,7 @@ def output_processor(
         TypeError: `context` is no mapping.
     """
     if inference_context is not None:
-        raise ValueError(message("inference_context", "None", type(inference_context).__name__, STOCK))
+        raise value_error("inference_context", "None", type(inference_context).__name__, STOCK)
     if labels is None:
         gather = others.get("runtime_gather_output")
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=gather)
@@ -65,7 +65,7 @@ def output_processor(
     if not isinstance(options, Mapping):
         expected = "None or a mapping of options of linear_cross_entropy"
         got = type(options).__name__
-        raise TypeError(message("context", expected, got, "pass them as a dict"))
+        raise type_error("context", expected, got, "pass them as a dict")
     if config.use_mup:
         options = {"logit_scale": config.mup_output_mult, **options}
     _check(output_layer, output_weight, config)
@@ -86,7 +86,7 @@ def _losses(output_layer, state, stock, hidden: Tensor, *, weight: Tensor | None
     if labels.shape != (b, s):
         expected = f"shape {(b, s)}, (b, s) of hidden states (s, b, H)"
         remedy = "check the layouts"
-        raise ValueError(message("labels", expected, tuple(labels.shape), remedy))
+        raise value_error("labels", expected, tuple(labels.shape), remedy)
     if output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") and weight.requires_grad:
         weight = IntoMainGradient.apply(weight)
     # d_hidden is whole on every rank: no sum over the group may follow.
@@ -122,19 +122,19 @@ def _check(output_layer: nn.Module, output_weight: Tensor | None, config: Any) -
     """Raise ValueError for what would change the losses or the gradient of the weight."""
     kind = type(output_layer).__name__
     if kind != "ColumnParallelLinear":
-        raise ValueError(message("output_layer", "a ColumnParallelLinear", kind, STOCK))
+        raise value_error("output_layer", "a ColumnParallelLinear", kind, STOCK)
     if output_layer.bias is not None:
-        raise ValueError(message("output_layer", "no bias", "a bias", STOCK))
+        raise value_error("output_layer", "no bias", "a bias", STOCK)
     deferred = getattr(config, "defer_embedding_wgrad_compute", False)
     if deferred:
-        raise ValueError(message("defer_embedding_wgrad_compute", "False", deferred, "turn it off"))
+        raise value_error("defer_embedding_wgrad_compute", "False", deferred, "turn it off")
     remat = getattr(output_layer, "gtp_remat_size", 1)
     if remat != 1:
-        raise ValueError(message("output_layer.gtp_remat_size", "1", remat, STOCK))
+        raise value_error("output_layer.gtp_remat_size", "1", remat, STOCK)
     weight = output_layer.weight if output_weight is None else output_weight
     sharded = hasattr(weight, "__fsdp_param__")
     if sharded:
-        raise ValueError(message("output_layer", "a weight outside of Megatron-FSDP", "one inside", STOCK))
+        raise value_error("output_layer", "a weight outside of Megatron-FSDP", "one inside", STOCK)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.integrations.versions import announce, find
 from logitless.models import patch_model
 
@@ -44,7 +44,7 @@ def register(name: str = "logitless", *, logits_budget: int | None = None) -> Ca
     callbacks = getattr(owner, table)
     if name in callbacks:
         remedy = "pick another one"
-        raise ValueError(message("name", "one that no callback has", repr(name), remedy))
+        raise value_error("name", "one that no callback has", repr(name), remedy)
     callbacks[name] = partial(LogitlessCallback, logits_budget=logits_budget)
 
     def undo() -> None:
@@ -87,21 +87,17 @@ def check(args: Any, trainer: Any) -> None:
     template = trainer.template
     remedy = "take logitless out of --callbacks"
     if kind != "Seq2SeqTrainer":
-        raise ValueError(message("callbacks", "swift sft or swift pt for logitless", kind, remedy))
+        raise value_error("callbacks", "swift sft or swift pt for logitless", kind, remedy)
     for name, neutral in NEUTRAL.items():
         found = getattr(args, name, neutral)
         if found != neutral:
-            raise ValueError(
-                message(name, f"{neutral} with --callbacks logitless", found, f"set it to {neutral}")
-            )
+            raise value_error(name, f"{neutral} with --callbacks logitless", found, f"set it to {neutral}")
     size = template.sequence_parallel_size
     if size != 1:
-        raise ValueError(
-            message("sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")
-        )
+        raise value_error("sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")
     binary = template.is_binary_loss_scale
     if binary is None:
         binary = template.loss_scale.is_binary_loss_scale
     if not binary:
         expected = "one that keeps or drops tokens, such as 'default' or 'last_round'"
-        raise ValueError(message("loss_scale", expected, "one with other weights than 0 and 1", remedy))
+        raise value_error("loss_scale", expected, "one with other weights than 0 and 1", remedy)

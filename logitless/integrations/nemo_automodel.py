@@ -11,7 +11,7 @@ Its recipes hand hidden states to every `LinearCrossEntropy`. The class is a `Ch
 import torch
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.integrations.versions import announce, check_version, unavailable
 from logitless.losses import CrossEntropyLoss
 
@@ -55,11 +55,11 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
         """See `ChunkedCrossEntropy.forward`: the same arguments, and the same loss."""
         if self.reduction != "sum" and (num_label_tokens is not None or loss_weights is not None):
             remedy = "num_label_tokens and loss_weights are for a sum"
-            raise ValueError(message("reduction", "'sum'", repr(self.reduction), remedy))
+            raise value_error("reduction", "'sum'", repr(self.reduction), remedy)
         if logits_dtype not in (None, torch.float32, lm_weight.dtype):
             expected = f"None, torch.float32 or the head's {lm_weight.dtype}"
             remedy = "let the head's dtype be that of the logits"
-            raise ValueError(message("logits_dtype", expected, logits_dtype, remedy))
+            raise value_error("logits_dtype", expected, logits_dtype, remedy)
         if hidden_states.ndim == 3 and hidden_states.shape[0] == 1 and labels.ndim == 1:
             hidden_states = hidden_states[0]  # packed sequences
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)

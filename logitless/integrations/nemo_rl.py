@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.integrations.sequences import GatherSequence
 from logitless.integrations.versions import announce, find, replace_function
 from logitless.losses import linear_logprobs
@@ -80,21 +80,21 @@ def from_parallel_hidden_states_to_logprobs(
     hidden, weight = tensor_parallel_hidden_states, output_weight_layer
     contexts = 1 if cp_group is None else cp_group.size()
     if contexts != 1:
-        raise ValueError(message("cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false"))
+        raise value_error("cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false")
     rows = len(weight)
     start = tp_group.rank() * len(weight)
     got = (vocab_start_index, vocab_end_index)
     expected = (start, start + rows)
     if got != expected:
         remedy = "shard the vocabulary evenly"
-        raise ValueError(message("vocab_start_index, vocab_end_index", str(expected), got, remedy))
+        raise value_error("vocab_start_index, vocab_end_index", str(expected), got, remedy)
     b, s = target.shape
     shape = (s // tp_group.size(), b)
     remedy = "set policy.megatron_cfg.sequence_parallel to true"
     if hidden.shape[:-1] != shape:
         expected = f"shape {shape} and the hidden size"
         got = tuple(hidden.shape)
-        raise ValueError(message("tensor_parallel_hidden_states", expected, got, remedy))
+        raise value_error("tensor_parallel_hidden_states", expected, got, remedy)
     several = tp_group.size() > 1
     if several:
         # d_hidden is whole on every rank, so the backward pass slices it.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.integrations.versions import announce, check_version, unavailable
 from logitless.losses import CrossEntropyLoss
 
@@ -45,7 +45,7 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         inner = type(config.loss_fn)
         if inner is not stock.CrossEntropyLoss.Config:
             remedy = "keep ChunkedLossWrapper for other losses"
-            raise ValueError(message("loss_fn", "CrossEntropyLoss.Config", inner.__qualname__, remedy))
+            raise value_error("loss_fn", "CrossEntropyLoss.Config", inner.__qualname__, remedy)
         # The loss per chunk, which compile_config would compile, is not used.
         super().__init__(config)
         check_version("torchtitan")
@@ -56,7 +56,7 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         """Set the LM head, a linear layer."""
         if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
             remedy = "leave lm_head out of its conversion, or keep ChunkedLossWrapper"
-            raise TypeError(message("lm_head", "a linear layer", type(lm_head).__qualname__, remedy))
+            raise type_error("lm_head", "a linear layer", type(lm_head).__qualname__, remedy)
         super().set_lm_head(lm_head)
 
     def __call__(
@@ -78,13 +78,13 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         if unknown:
             expected = f"inputs that a cross-entropy does not read ({', '.join(UNREAD)})"
             remedy = "keep ChunkedLossWrapper for losses with inputs of their own"
-            raise ValueError(message("loss_inputs", expected, ", ".join(unknown), remedy))
+            raise value_error("loss_inputs", expected, ", ".join(unknown), remedy)
         if isinstance(labels, DTensor):
             remedy = "set parallelism.spmd_backend to spmd_types or partial_dtensor"
-            raise ValueError(message("labels", "a local tensor", "a DTensor of full_dtensor", remedy))
+            raise value_error("labels", "a local tensor", "a DTensor of full_dtensor", remedy)
         if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
             remedy = "set parallelism.spmd_backend to partial_dtensor"
-            raise ValueError(message("lm_head", "a DTensor in shards", "a shard of spmd_types", remedy))
+            raise value_error("lm_head", "a DTensor in shards", "a shard of spmd_types", remedy)
         if isinstance(self.lm_head, FSDPModule):
             self.lm_head.unshard()
         weight = self.lm_head.weight

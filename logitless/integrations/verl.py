@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.integrations.sequences import PartOfGradient
 from logitless.integrations.versions import announce, find, replace, replace_function
 from logitless.losses import linear_logprobs
@@ -92,7 +92,7 @@ def linear_cross_entropy(
         (log-probabilities, entropy): fp32, of one dimension.
     """
     if reduction != "none":
-        raise ValueError(message("reduction", "'none'", repr(reduction), "reduce the log-probabilities"))
+        raise value_error("reduction", "'none'", repr(reduction), "reduce the log-probabilities")
     if gradient_is_summed(hidden):
         # d_hidden is whole on every rank here; verl's kernel leaves each rank a part of it.
         hidden = PartOfGradient.apply(hidden, dist_process_group)

@@ -7,10 +7,12 @@
 
 The logits are the product's fp32 accumulators and are never rounded. Two passes over the same rows, in
 another grad mode or with another number of rows, must use the same logits. Therefore `serves` decides from
-device, dtypes and head alone whether these kernels run; an operation that they do not support uses logits
-materialized in fp32. Each GPU generation has its own kernels, and most have none (`kernels.fused_products`).
-There is no twin: on other devices `project` and the row kernels of `head/cross_entropy.py` compute the same,
-and the tests compare with these.
+device, dtypes and head alone whether the logits of a call are fp32. These kernels cannot evaluate the loss
+between the statistics and the gradient of a chunk, compute weighted sums of logits or return predictions
+(`objectives.tokens.can_fuse_epilogue`): such a pass writes the chunk's logits to memory in fp32. Each GPU
+generation has its own kernels, and most have none (`kernels.fused_products`). There is no twin: on other
+devices `project` and the row kernels of `head/cross_entropy.py` compute the same, and the tests compare with
+these.
 """
 
 import torch

@@ -10,7 +10,7 @@ from types import FunctionType
 
 from torch import nn
 
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.exchange import exchange, state_of
 from logitless.layers import fused_forwards
 from logitless.layers.bodies import (
@@ -107,12 +107,10 @@ def fuse_layers(model: nn.Module) -> Fused:
         fused()
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(message("model", "a module", type(model).__name__, "pass a model"))
+        raise type_error("model", "a module", type(model).__name__, "pass a model")
     again = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
     if again:
-        raise ValueError(
-            message("model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
-        )
+        raise value_error("model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
     report = Report()
     undos = []
     try:
@@ -124,13 +122,11 @@ def fuse_layers(model: nn.Module) -> Fused:
         Fused(report, tuple(undos))()
         raise
     if not undos:
-        raise ValueError(
-            message(
-                "model",
-                "norms, rotary embeddings or gated MLPs whose source is one of those that we know",
-                f"{type(model).__name__} with none ({_reasons(report)})",
-                "leave it as it is, or see docs/layers.md",
-            )
+        raise value_error(
+            "model",
+            "norms, rotary embeddings or gated MLPs whose source is one of those that we know",
+            f"{type(model).__name__} with none ({_reasons(report)})",
+            "leave it as it is, or see docs/layers.md",
         )
     logger.info("%s: fuse_layers fused %s", type(model).__name__, report.summary())
     return Fused(report, tuple(undos))
@@ -176,7 +172,7 @@ def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
     known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
     new = _rewritten(function, known, tuple(rotations.items())) if any(known) else None
     if new is None:
-        # What is to be said of a norm has been said.
+        # The report already names the norm.
         is_norm = "Norm" in type(module).__name__
         return (), None, reason or ("" if is_norm else "no statements that we could fuse")
     return new.replaced, exchange(module, KEY, fused_forwards.rewritten, new.function), reason

@@ -51,7 +51,7 @@ def gated(
     """
     _check(a, b, activation)
     if torch.compiler.is_compiling():
-        # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
+        # The compiler fuses plain PyTorch with neighbouring operators; an opaque operator would prevent that.
         return _forward_twin(*_halves(a, b), activation)
     return _Gated.apply(a, b, activation)
 

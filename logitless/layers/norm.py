@@ -204,7 +204,7 @@ def _normalize(
     """y, or (y, h) where h is a sum."""
     _check(x, residual, weight, bias, config)
     if torch.compiler.is_compiling():
-        # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
+        # The compiler fuses plain PyTorch with neighbouring operators; an opaque operator would prevent that.
         y, h, *_ = _forward_twin(x, residual, weight, bias, config)
         return (y, h) if config.added == "before" else y
     return _Norm.apply(x, residual, weight, bias, config)

@@ -222,10 +222,10 @@ def stages(loaded: int, most: int = 3) -> int:
 
 
 def parts(columns: int) -> tuple[int, int]:
-    """The largest power of two that is at most `columns`, and one that holds what is left of them, or 0.
+    """Two blocks, powers of two, that together cover the columns; the second is 0 where one block does.
 
-    Of 2,304 columns a single one would be 4,096: nearly half of the arithmetic for nothing. Few columns take
-    one that holds all, as two parts would cost more.
+    One block for 2,304 columns would have 4,096, nearly half of them masked. Up to 1,024 columns take one
+    block, because two would cost more.
     """
     if columns <= 1024:
         return triton.next_power_of_2(columns), 0

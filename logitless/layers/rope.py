@@ -159,7 +159,7 @@ def _rotate(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> tuple[Ten
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     ):
-        # The compiler fuses plain PyTorch with what stands around it; no kernel computes gradients of angles.
+        # The compiler fuses plain PyTorch with neighbouring operators; no kernel has gradients of angles.
         return _forward_twin(q, k, cos, sin, q_weight, k_weight, config)
     return _Rope.apply(q, k, cos, sin, q_weight, k_weight, config)
 

@@ -2,8 +2,8 @@
 them.
 
 A program takes all heads of a token, as tiles (heads, D/2) of the first and of the second numbers
-of each pair. What is not rotated (rotary_dim < D) makes pairs too, with cos = 1 and sin = 0: so the
-two tiles hold whole heads, and a norm of them needs no other. Neighbouring pairs are read as one
+of each pair. The columns that are not rotated (rotary_dim < D) form pairs too, with cos = 1 and sin = 0: so
+the two tiles hold whole heads, and a norm needs no further tile. Neighbouring pairs are read as one
 tile (heads, D) and taken apart in registers.
 
 `rope_kernel` rotates, with NORM after normalizing, and with BACK it turns gradients back. The
@@ -26,7 +26,7 @@ def pair_columns(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
     i = tl.arange(0, HALF)[None, :]
     if R == D:
         return i, i + D // 2
-    # What is not rotated: the first half of the rest with the second.
+    # Columns that are not rotated: the first half of them is paired with the second.
     rotated = i < R // 2
     return i + tl.where(rotated, 0, R // 2), i + tl.where(rotated, R // 2, D // 2)
 
@@ -248,7 +248,7 @@ TILE = 4096
 
 @functools.cache
 def tile(q_count: int, k_count: int, D: int, config) -> dict[str, object]:
-    """What is constant for a model, and the warps."""
+    """The arguments of a launch that are constant for a model, and the number of warps."""
     half = triton.next_power_of_2(D // 2)
     q_heads, k_heads = (
         min(triton.next_power_of_2(max(1, count)), max(1, TILE // (2 * half))) for count in (q_count, k_count)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.budget import default_budget
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.agreement import exchanged, expect_alike, expect_different
 
 GROUPS = ("tp_group", "cp_group")
@@ -85,22 +85,18 @@ def _expect_in_order(shards: dict[int, dict]) -> None:
     start = 0
     for rank, shard in shards.items():
         if shard.get("start") is not None and shard["start"] != start:
-            raise ValueError(
-                message(
-                    "weight",
-                    f"rows from {start} on, on rank {rank}",
-                    f"rows from {shard.get('start')} on",
-                    "shard the head in the group's order",
-                )
+            raise value_error(
+                "weight",
+                f"rows from {start} on, on rank {rank}",
+                f"rows from {shard.get('start')} on",
+                "shard the head in the group's order",
             )
         start += shard["rows"]
     rows = {shard["all"] for shard in shards.values() if shard.get("start") is not None}
     if not rows <= {start}:
-        raise ValueError(
-            message(
-                "weight",
-                f"{sorted(rows)} rows on all ranks of tp_group together",
-                start,
-                "name the group of the head's own mesh",
-            )
+        raise value_error(
+            "weight",
+            f"{sorted(rows)} rows on all ranks of tp_group together",
+            start,
+            "name the group of the head's own mesh",
         )

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.terms import Term
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.linear import LinearLoss
 from logitless.losses.output import LossOutput
@@ -24,7 +24,7 @@ class TokenLoss(LinearLoss):
     """A loss of per-token statistics of the logits: `terms(stats: TokenStats, batch)`.
 
     `differentiates` names the statistics that carry a gradient, `observes` those that the loss or its metrics
-    use as constants: logps, lse, entropy, sum_logits, log_sum_sq_probs and is_top1. logps and lse are always
+    use as constants: logps, lse, entropy, is_top1, sum_logits and log_sum_sq_probs. logps and lse are always
     available.
 
     Args:
@@ -62,8 +62,8 @@ class LogitsLoss(LinearLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scope != "token":
-            raise ValueError(
-                message("scope", "'token' for a LogitsLoss", repr(self.scope), "write it as a TokenLoss")
+            raise value_error(
+                "scope", "'token' for a LogitsLoss", repr(self.scope), "write it as a TokenLoss"
             )
 
     @property

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from logitless.engine.operands import INTEGERS, checked_boundaries, masked, shifted
+from logitless.engine.operands import INTEGERS, check_packed, checked_boundaries, masked, shifted
 from logitless.engine.rows import boundary_fault
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import wrong_boundaries
 
 
@@ -47,33 +47,21 @@ def count_targets(
         tensor(3)
     """
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
-        raise TypeError(
-            message(
-                "targets",
-                "a tensor of integer token ids (int64)",
-                targets.dtype if isinstance(targets, Tensor) else type(targets).__name__,
-                "pass the labels",
-            )
+        raise type_error(
+            "targets",
+            "a tensor of integer token ids (int64)",
+            targets.dtype if isinstance(targets, Tensor) else type(targets).__name__,
+            "pass the labels",
         )
     if mask is not None:
         targets = masked(targets, mask, ignore_index)
     if cu_seqlens is not None:
-        if targets.dim() != 1:
-            raise ValueError(
-                message(
-                    "targets",
-                    "shape (N,) with cu_seqlens",
-                    tuple(targets.shape),
-                    "flatten the tokens or leave it out",
-                )
-            )
+        check_packed("targets", targets, 1)
         cu_seqlens = checked_boundaries(cu_seqlens, targets)
         N = targets.shape[0]
         boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(~wrong_boundaries(cu_seqlens, N)[0])
     if shift:
         if targets.dim() == 0:
-            raise ValueError(
-                message("shift", "False for a single target", True, "a single token has no next one")
-            )
+            raise value_error("shift", "False for a single target", True, "a single token has no next one")
         targets = shifted(targets, ignore_index, cu_seqlens=cu_seqlens)
     return (targets != ignore_index).sum()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.declarations import cached_loss
@@ -70,11 +70,11 @@ class CrossEntropyLoss(TokenLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(
-                message("label_smoothing", "a number in [0, 1]", self.label_smoothing, "use 0.0 for none")
+            raise value_error(
+                "label_smoothing", "a number in [0, 1]", self.label_smoothing, "use 0.0 for none"
             )
         if self.z_loss < 0:
-            raise ValueError(message("z_loss", "a number >= 0", self.z_loss, "use 0.0 for none"))
+            raise value_error("z_loss", "a number >= 0", self.z_loss, "use 0.0 for none")
 
     @property
     def differentiates(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class CrossEntropyLoss(TokenLoss):
         if token_weights is not None and token_weights.shape != call.targets.shape:
             expected = f"targets' shape {tuple(call.targets.shape)}"
             got = tuple(token_weights.shape)
-            raise ValueError(message("token_weights", expected, got, "give one weight per token"))
+            raise value_error("token_weights", expected, got, "give one weight per token")
 
 
 def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from logitless.errors import check_number, message
+from logitless.errors import check_number, type_error, value_error
 
 _CHECKED: WeakSet[type] = WeakSet()
 
@@ -27,22 +27,18 @@ def check_class(cls: type, base: type) -> None:
         return
     taken = sorted(cls.roles.keys() & inspect.signature(base.__call__).parameters.keys())
     if taken:
-        raise TypeError(
-            message(
-                "inputs",
-                "names that no call of a loss has already",
-                ", ".join(taken),
-                "give the input another name",
-            )
+        raise type_error(
+            "inputs",
+            "names that no call of a loss has already",
+            ", ".join(taken),
+            "give the input another name",
         )
     if cls.terms is base.terms:
-        raise TypeError(
-            message(
-                "terms",
-                f"a method of {cls.__name__}",
-                "none",
-                "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss",
-            )
+        raise type_error(
+            "terms",
+            f"a method of {cls.__name__}",
+            "none",
+            "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss",
         )
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
@@ -50,13 +46,11 @@ def check_class(cls: type, base: type) -> None:
                 name for name, kind in inspect.get_annotations(parent).items() if not _is_class_variable(kind)
             ]
             if own:
-                raise TypeError(
-                    message(
-                        parent.__name__,
-                        "the decorator @dataclass(frozen=True, kw_only=True)",
-                        f"fields {own} without it",
-                        "decorate the class",
-                    )
+                raise type_error(
+                    parent.__name__,
+                    "the decorator @dataclass(frozen=True, kw_only=True)",
+                    f"fields {own} without it",
+                    "decorate the class",
                 )
     _CHECKED.add(cls)
 
@@ -74,16 +68,14 @@ def check_statistics(cls: type, differentiates: object, observes: object) -> Non
         if isinstance(given, property):
             continue
         if not isinstance(given, (tuple, list)):
-            raise TypeError(
-                message(field, f"a tuple of names in {cls.__name__}", repr(given), f"write ({given!r},)")
-            )
+            raise type_error(field, f"a tuple of names in {cls.__name__}", repr(given), f"write ({given!r},)")
         for name in given:
             if name not in known:
                 expected = f"any of {', '.join(known) or 'none'} in {cls.__name__}, which have {which}"
                 remedy = "leave it out"
                 if field == "differentiates" and name in objective.statistics:
                     remedy = "put it into observes and take it as a constant, or write a LogitsLoss"
-                raise TypeError(message(field, expected, repr(name), remedy))
+                raise type_error(field, expected, repr(name), remedy)
 
 
 def _is_class_variable(kind: object) -> bool:
@@ -169,33 +161,29 @@ def check_fields(loss) -> None:
     """Raise unless all fields are hashable constants of the right type, and none is a tensor."""
     for field in fields(loss):
         if _holds_tensor(getattr(loss, field.name)):
-            raise TypeError(
-                message(
-                    field.name,
-                    "a constant as a field",
-                    "a tensor",
-                    f"declare {field.name!r} in shared_inputs and pass it to the call",
-                )
+            raise type_error(
+                field.name,
+                "a constant as a field",
+                "a tensor",
+                f"declare {field.name!r} in shared_inputs and pass it to the call",
             )
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
     budget = loss.logits_budget
     remedy = "leave it None for the default; 1 GiB is 2**30"
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool)):
-        raise TypeError(message("logits_budget", "a whole number of bytes or None", repr(budget), remedy))
+        raise type_error("logits_budget", "a whole number of bytes or None", repr(budget), remedy)
     check_numbers(loss)
     if budget is not None and budget <= 0:
-        raise ValueError(message("logits_budget", "a positive number of bytes", budget, remedy))
+        raise value_error("logits_budget", "a positive number of bytes", budget, remedy)
     if loss.temperature <= 0:
-        raise ValueError(message("temperature", "a positive number", loss.temperature, "use 1.0 for none"))
+        raise value_error("temperature", "a positive number", loss.temperature, "use 1.0 for none")
     if loss.softcap is not None and loss.softcap <= 0:
-        raise ValueError(message("softcap", "a positive number or None", loss.softcap, "use None for none"))
+        raise value_error("softcap", "a positive number or None", loss.softcap, "use None for none")
     for name in ("accum_dtype", "logits_dtype"):
         dtype = getattr(loss, name)
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(
-                message(name, "a floating-point dtype or None", dtype, "leave it None for the default")
-            )
+            raise value_error(name, "a floating-point dtype or None", dtype, "leave it None for the default")
 
 
 def _holds_tensor(value: object) -> bool:

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.operands import supervised_where
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.losses.arguments import CallArguments
@@ -122,8 +122,8 @@ class DistillationLoss(LogitsLoss):
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
-        if type(self).support is None:  # else a subclass has a support of its own
+                raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
+        if type(self).support is None:  # a subclass may define another support
             check_support(self)
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -226,11 +226,11 @@ class DistillationLoss(LogitsLoss):
         teacher = {name: call.inputs.pop(name) for name in TEACHER}
         if call.targets is None and self.hard_loss_weight:
             remedy = "or set hard_loss_weight=0.0"
-            raise ValueError(message("targets", "labels for the hard loss", None, remedy))
+            raise value_error("targets", "labels for the hard loss", None, remedy)
         teachers = (teacher["teacher_hidden"] is not None) + (topk is not None)
         if teachers != 1:
             expected = "one of teacher_hidden and teacher_logprobs_topk"
-            raise ValueError(message("teacher_hidden", expected, f"{teachers} of them", "pass one teacher"))
+            raise value_error("teacher_hidden", expected, f"{teachers} of them", "pass one teacher")
         if self.support in SUPPORTS:
             call.loss = on_support(self, given=topk is not None)
         call.inputs["labels"] = call.targets
@@ -254,13 +254,11 @@ class DistillationLoss(LogitsLoss):
                 warn_of_sizes(V, rows)
             return teacher
         if self.tp_group is not None or shared > min(V, rows):
-            raise ValueError(
-                message(
-                    "shared_vocabulary",
-                    f"at most {min(V, rows)}, without tp_group",
-                    shared,
-                    "count the ids that mean the same",
-                )
+            raise value_error(
+                "shared_vocabulary",
+                f"at most {min(V, rows)}, without tp_group",
+                shared,
+                "count the ids that mean the same",
             )
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
@@ -270,16 +268,14 @@ class DistillationLoss(LogitsLoss):
         name = "teacher_logprobs_topk"
         remedy = "pass its hidden states and head"
         if self.tp_group is not None and self.support not in SUPPORTS:
-            raise ValueError(
-                message(name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
+            raise value_error(
+                name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy
             )
         if self.divergence == COSINE:
-            raise ValueError(message(name, "a teacher with logits for 'cosine'", "k of them", remedy))
+            raise value_error(name, "a teacher with logits for 'cosine'", "k of them", remedy)
         if not isinstance(topk, (tuple, list)) or len(topk) != 2:
-            raise TypeError(
-                message(
-                    name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
-                )
+            raise type_error(
+                name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
             )
         values, ids = topk
         check_topk(values, ids, shape)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
 from logitless.losses.dpo_types import (
@@ -105,9 +105,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def __post_init__(self) -> None:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
         if not names:
-            raise ValueError(
-                message("loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
-            )
+            raise value_error("loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
         for name in names:
             check_choice("loss_type", name, DPO_TYPES)
         weights = (1.0,) * len(names) if self.loss_weights is None else self.loss_weights
@@ -115,13 +113,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         object.__setattr__(self, "loss_weights", tuple(weights) if isinstance(weights, list) else weights)
         super().__post_init__()
         if len(weights) != len(names):
-            raise ValueError(
-                message(
-                    "loss_weights",
-                    f"{len(names)} numbers, one per loss_type",
-                    len(weights),
-                    "give each its weight",
-                )
+            raise value_error(
+                "loss_weights",
+                f"{len(names)} numbers, one per loss_type",
+                len(weights),
+                "give each its weight",
             )
         self._check_numbers()
         self._check_combinations()
@@ -129,26 +125,22 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def _check_numbers(self) -> None:
         smoothing, alpha = self.label_smoothing, self.ld_alpha
         if self.beta <= 0:
-            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
+            raise value_error("beta", "a positive number", self.beta, "TRL's default is 0.1")
         if not 0 <= smoothing <= 1:
-            raise ValueError(message("label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none"))
+            raise value_error("label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none")
         if self.discopop_tau <= 0:
-            raise ValueError(
-                message("discopop_tau", "a positive number", self.discopop_tau, "the paper's is 0.05")
-            )
+            raise value_error("discopop_tau", "a positive number", self.discopop_tau, "the paper's is 0.05")
         if alpha is not None and not 0 <= alpha <= 1:
-            raise ValueError(message("ld_alpha", "a number in [0, 1] or None", alpha, "use None for 1"))
+            raise value_error("ld_alpha", "a number in [0, 1] or None", alpha, "use None for 1")
         if "exo_pair" in self.loss_type:
             if not 0 < smoothing < 1:
-                raise ValueError(
-                    message(
-                        "label_smoothing", "a number in (0, 1) for exo_pair", smoothing, "the paper's is 1e-3"
-                    )
+                raise value_error(
+                    "label_smoothing", "a number in (0, 1) for exo_pair", smoothing, "the paper's is 1e-3"
                 )
         if "robust" in self.loss_type:
             if smoothing >= 0.5:
-                raise ValueError(
-                    message("label_smoothing", "less than 0.5 for robust", smoothing, "the paper's is 0.1")
+                raise value_error(
+                    "label_smoothing", "less than 0.5 for robust", smoothing, "the paper's is 0.1"
                 )
 
     def _check_combinations(self) -> None:
@@ -156,23 +148,19 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         check_choice("f_divergence_type", divergence, DIVERGENCES)
         unfit = [name for name in self.loss_type if name not in DIFFERENCES and divergence != "reverse_kl"]
         if unfit:
-            raise ValueError(
-                message(
-                    "f_divergence_type",
-                    f"'reverse_kl' for {unfit}",
-                    repr(divergence),
-                    "other divergences are defined for losses of the difference of two scores alone",
-                )
+            raise value_error(
+                "f_divergence_type",
+                f"'reverse_kl' for {unfit}",
+                repr(divergence),
+                "other divergences are defined for losses of the difference of two scores alone",
             )
         unfit = sorted(SORTED & set(self.loss_type)) if self.use_weighting else []
         if unfit:
-            raise ValueError(
-                message(
-                    "use_weighting",
-                    f"False for {unfit}",
-                    True,
-                    "a loss that sorts the batch has no pairs to weigh",
-                )
+            raise value_error(
+                "use_weighting",
+                f"False for {unfit}",
+                True,
+                "a loss that sorts the batch has no pairs to weigh",
             )
 
     def __call__(
@@ -191,10 +179,10 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         needed = self.cp_group is not None and self.ld_alpha is not None
         if needed and not given:
             expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
-            raise ValueError(message("position_ids", expected, None, "slice them too"))
+            raise value_error("position_ids", expected, None, "slice them too")
         if given and not needed:
             remedy = "positions follow from the targets"
-            raise ValueError(message("position_ids", "None here", "a tensor", remedy))
+            raise value_error("position_ids", "None here", "a tensor", remedy)
         super().prepare(call)
 
     @property

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
 from logitless.losses.inputs import HeadWeight, RolloutInputs
@@ -134,42 +134,31 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         super().__post_init__()
         if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError(
-                message(
-                    "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
-                )
+            raise value_error(
+                "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
             )
         delta = self.delta
         quantile = self.top_entropy_quantile
         length = self.max_completion_length
         if delta is not None and delta <= 0:
-            raise ValueError(message("delta", "a positive number or None", delta, "use None for none"))
+            raise value_error("delta", "a positive number or None", delta, "use None for none")
         if delta is not None and SURROGATES[self.loss_type] is not clipped:
-            raise ValueError(
-                message(
-                    "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
-                )
+            raise value_error(
+                "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
             )
         if self.beta < 0:
-            raise ValueError(message("beta", "a number >= 0", self.beta, "use 0.0 for none"))
+            raise value_error("beta", "a number >= 0", self.beta, "use 0.0 for none")
         if not 0 <= quantile <= 1:
-            raise ValueError(
-                message("top_entropy_quantile", "a number in [0, 1]", quantile, "use 1.0 to keep every token")
+            raise value_error(
+                "top_entropy_quantile", "a number in [0, 1]", quantile, "use 1.0 to keep every token"
             )
         if self.loss_type == "dr_grpo" and (length or 0) <= 0:
-            raise ValueError(
-                message(
-                    "max_completion_length",
-                    "a positive number for dr_grpo",
-                    length,
-                    "its sums are divided by it",
-                )
+            raise value_error(
+                "max_completion_length", "a positive number for dr_grpo", length, "its sums are divided by it"
             )
         taus = (self.sapo_temperature_neg, self.sapo_temperature_pos)
         if min(taus) <= 0:
-            raise ValueError(
-                message("sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
-            )
+            raise value_error("sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
 
     @property
     def needs_reference(self) -> bool:
@@ -332,8 +321,8 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if self.off_policy_mask_threshold is not None:
             name = "off_policy_mask_threshold"
             if old_logps is None and sampling_logps is None:
-                raise ValueError(
-                    message(name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
+                raise value_error(
+                    name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None"
                 )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.head_view import same_option, view_of
 from logitless.engine.operands import SplitHead
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.groups import TENSOR_PARALLEL
 
 # Prefixes of the names of hidden states, weight and bias of the heads in a call.
@@ -37,10 +37,8 @@ def resolve_heads(loss, arguments: dict) -> tuple:
             continue
         view = view_of(head, name)
         if arguments.get(f"{prefix}bias") is not None:
-            raise ValueError(
-                message(
-                    f"{prefix}bias", f"None beside a head as {name}", "a tensor", "the head brings its own"
-                )
+            raise value_error(
+                f"{prefix}bias", f"None beside a head as {name}", "a tensor", "the head brings its own"
             )
         if view.of_model:
             loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
@@ -61,8 +59,8 @@ def resolve_heads(loss, arguments: dict) -> tuple:
 def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
     """(loss, weight, bias) of a head whose hidden states other heads use too, so that it cannot have LoRA."""
     if view_of(head, name).columns:
-        raise ValueError(
-            message(name, "a head without an adapter", "LoRA on it", "merge it, or train the head whole")
+        raise value_error(
+            name, "a head without an adapter", "LoRA on it", "merge it, or train the head whole"
         )
     loss, own = resolve_heads(loss, {"weight": head, "bias": bias})
     return loss, own["weight"], own["bias"]
@@ -96,17 +94,13 @@ def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
         if same_option(own, value):
             continue
         if own != default:
-            raise ValueError(
-                message(name, f"the model's own {value}", own, "leave it out: the head brings it")
-            )
+            raise value_error(name, f"the model's own {value}", own, "leave it out: the head brings it")
         if name not in defaults:
-            raise ValueError(
-                message(
-                    f"{prefix}weight",
-                    f"a head with {option} {without}",
-                    value,
-                    "pass log-probabilities in its place",
-                )
+            raise value_error(
+                f"{prefix}weight",
+                f"a head with {option} {without}",
+                value,
+                "pass log-probabilities in its place",
             )
         changes[name] = value
     return replace(loss, **changes) if changes else loss

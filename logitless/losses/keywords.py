@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from logitless.engine.operands import check_data
-from logitless.errors import message
+from logitless.errors import type_error
 
 # Remedy where a model's whole output was passed as hidden states.
 ALONE = "pass the hidden states alone, such as outputs.last_hidden_state"
@@ -65,17 +65,15 @@ class CheckedCall:
             name = unknown[0]
             remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
             remedy = remedy or meant(name, self.keywords)
-            raise TypeError(message("inputs", taken, ", ".join(unknown), remedy))
+            raise type_error("inputs", taken, ", ".join(unknown), remedy)
         for name, x in tensors.items():
             if x is not None and not isinstance(x, Tensor):
-                raise TypeError(
-                    message(
-                        name,
-                        "a tensor",
-                        type(x).__name__,
-                        (isinstance(x, (tuple, list)) and self._remedy(name))
-                        or (ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"),
-                    )
+                raise type_error(
+                    name,
+                    "a tensor",
+                    type(x).__name__,
+                    (isinstance(x, (tuple, list)) and self._remedy(name))
+                    or (ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"),
                 )
             if x is not None and x.is_meta:
                 check_data(**{name: x})
@@ -109,13 +107,11 @@ def check_options(given: Iterable[str], known: tuple[str, ...], arguments: tuple
     """Refuse names in `given` that are not in `known`; `arguments`: other arguments, for the remedy."""
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise TypeError(
-            message(
-                "options",
-                f"any of {', '.join(known)}",
-                ", ".join(unknown),
-                synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments)),
-            )
+        raise type_error(
+            "options",
+            f"any of {', '.join(known)}",
+            ", ".join(unknown),
+            synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments)),
         )
 
 

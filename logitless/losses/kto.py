@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
+from logitless.engine.operands import MASKS, check_packed, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, check_number, message
+from logitless.errors import check_choice, check_number, type_error, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import resolve_heads
@@ -100,7 +100,7 @@ class KTOLoss(ReferencedLoss):
         super().__post_init__()
         check_choice("loss_type", self.loss_type, KTO_MARGINS)
         if self.beta <= 0:
-            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
+            raise value_error("beta", "a positive number", self.beta, "TRL's default is 0.1")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps = batch.sum_by_sequence(stats.logps)
@@ -135,10 +135,10 @@ class KTOLoss(ReferencedLoss):
         if labels.dim() != 1:
             expected = "shape (B,), one bool per sequence"
             remedy = "True for a desirable sequence"
-            raise ValueError(message("labels", expected, tuple(labels.shape), remedy))
+            raise value_error("labels", expected, tuple(labels.shape), remedy)
         if not holds_flags(labels):
             remedy = "pass labels > 0, True for a desirable sequence"
-            raise TypeError(message("labels", MASKS, labels.dtype, remedy))
+            raise type_error("labels", MASKS, labels.dtype, remedy)
         call.inputs["kl"] = self._reference_point(call).clamp(min=0)
         super().prepare(call)
 
@@ -148,7 +148,7 @@ class KTOLoss(ReferencedLoss):
         needs_kl = self.loss_type == "kto"
         if (kl is not None) != needs_kl:
             expected = REFERENCE_POINT if needs_kl else f"None for {self.loss_type}"
-            raise ValueError(message("kl", expected, kl, "it is the reference point of 'kto' alone"))
+            raise value_error("kl", expected, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
             kl = self._mean_log_ratio(kl, call)
         options = {"dtype": torch.promote_types(call.hidden.dtype, torch.float32)}
@@ -159,7 +159,7 @@ class KTOLoss(ReferencedLoss):
             return torch.full((), kl or 0.0, **options)
         if kl.numel() != 1:
             got = f"shape {tuple(kl.shape)}"
-            raise ValueError(message("kl", REFERENCE_POINT, got, "average it first"))
+            raise value_error("kl", REFERENCE_POINT, got, "average it first")
         return kl.detach().to(**options).reshape(())
 
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
@@ -217,36 +217,24 @@ class KTOLoss(ReferencedLoss):
         known = needed | {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
         one_reference = ("ref_logps" in kl) != ("ref_hidden" in kl)
         if not (needed <= set(kl) <= known and one_reference):
-            raise ValueError(
-                message(
-                    "kl",
-                    "kl_hidden, kl_targets and one of ref_logps and ref_hidden",
-                    sorted(kl),
-                    "pass these, and kl_cu_seqlens where they are packed",
-                )
+            raise value_error(
+                "kl",
+                "kl_hidden, kl_targets and one of ref_logps and ref_hidden",
+                sorted(kl),
+                "pass these, and kl_cu_seqlens where they are packed",
             )
         self.check_call((), **kl)
         targets = kl["kl_targets"]
         starts = kl.get("kl_cu_seqlens")
         if starts is None:
             if targets.dim() != 2:
-                raise ValueError(
-                    message(
-                        "kl_targets",
-                        "shape (B', T')",
-                        tuple(targets.shape),
-                        "pass their boundaries as kl_cu_seqlens in kl",
-                    )
+                raise value_error(
+                    "kl_targets",
+                    "shape (B', T')",
+                    tuple(targets.shape),
+                    "pass their boundaries as kl_cu_seqlens in kl",
                 )
             return targets.shape[0], None
-        if targets.dim() != 1:
-            raise ValueError(
-                message(
-                    "kl_targets",
-                    "shape (N',) with kl_cu_seqlens",
-                    tuple(targets.shape),
-                    "flatten the tokens or leave kl_cu_seqlens out",
-                )
-            )
+        check_packed("kl_targets", targets, 1, "kl_cu_seqlens")
         starts = checked_boundaries(starts, targets, "kl_cu_seqlens")
         return starts.shape[0] - 1, starts

@@ -19,7 +19,7 @@ from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
 from logitless.losses.arguments import SHARED, CallArguments
@@ -155,13 +155,11 @@ class LinearLoss(CheckedCall):
         complete = cls.terms is not LinearLoss.terms  # not a base of other losses
         if complete and cls.scope == "token":
             if cls.sequence_inputs:
-                raise TypeError(
-                    message(
-                        "sequence_inputs",
-                        f"none in {cls.__name__}",
-                        f"{cls.sequence_inputs} with scope 'token'",
-                        "set scope to 'group' or 'batch'",
-                    )
+                raise type_error(
+                    "sequence_inputs",
+                    f"none in {cls.__name__}",
+                    f"{cls.sequence_inputs} with scope 'token'",
+                    "set scope to 'group' or 'batch'",
                 )
         if complete:
             check_statistics(cls, cls.differentiates, cls.observes)
@@ -176,16 +174,12 @@ class LinearLoss(CheckedCall):
         check_choice("scope", self.scope, SCOPES)
         name = type(self).__name__
         if self.tp_group is not None and not self.vocab_parallel:
-            raise ValueError(
-                message(
-                    "tp_group", f"None for {name}", self.tp_group, "write terms for shards: vocab_parallel"
-                )
+            raise value_error(
+                "tp_group", f"None for {name}", self.tp_group, "write terms for shards: vocab_parallel"
             )
         if self.cp_group is not None and not self.context_parallel:
             alone = "pass num_items=global_num_items(targets, group) if its tokens stand alone"
-            raise ValueError(
-                message("cp_group", f"None for {name}", self.cp_group, f"{alone}, else whole sequences")
-            )
+            raise value_error("cp_group", f"None for {name}", self.cp_group, f"{alone}, else whole sequences")
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "identity"}
@@ -226,13 +220,11 @@ class LinearLoss(CheckedCall):
         }
         groups = {name: process_group(name, group, weight) for name, group in given.items()}
         if len(set(groups.values())) != len(groups):
-            raise ValueError(
-                message(
-                    "cp_group",
-                    "another group than tp_group",
-                    "the same",
-                    "ranks differ in vocabulary or in tokens",
-                )
+            raise value_error(
+                "cp_group",
+                "another group than tp_group",
+                "the same",
+                "ranks differ in vocabulary or in tokens",
             )
         return (
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
@@ -378,7 +370,7 @@ class LinearLoss(CheckedCall):
                 self.check_call((), **{name: x})
         if shared.get("shift") and loss.cp_group is not None:
             remedy = "shift whole sequences before they are sliced"
-            raise ValueError(message("shift", "False with cp_group", True, remedy))
+            raise value_error("shift", "False with cp_group", True, remedy)
         if mask is not None and targets is not None:
             targets = loss.masked(targets, mask)
         if loss.tp_group is not None or loss.cp_group is not None:
@@ -399,7 +391,7 @@ class LinearLoss(CheckedCall):
         """The sampling mask of a call, aligned with hidden."""
         if self.return_predictions:
             remedy = "a set has no prediction of the whole vocabulary: make it by a call without the mask"
-            raise ValueError(message("return_predictions", "False with sampling_mask", True, remedy))
+            raise value_error("return_predictions", "False with sampling_mask", True, remedy)
         if isinstance(mask, AlignedMask):
             return mask
         check_mask(mask)
@@ -419,9 +411,9 @@ def main_gradient_mode(given: HeadCall, call: CallArguments) -> Mode:
     if call.accumulate_into is None:
         if call.accumulate_now:
             remedy = "pass the main gradient, or leave it out"
-            raise ValueError(message("accumulate_now", "False without accumulate_into", True, remedy))
+            raise value_error("accumulate_now", "False without accumulate_into", True, remedy)
         expected = "1.0 without accumulate_into"
-        raise ValueError(message("grad_scale", expected, call.grad_scale, "scale the loss itself"))
+        raise value_error("grad_scale", expected, call.grad_scale, "scale the loss itself")
     check_main_gradient(given, call.weight, call.accumulate_into, call.grad_scale)
     if not call.accumulate_now:
         return Mode.ACCUMULATE_IN_BACKWARD

@@ -12,7 +12,7 @@ from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
@@ -178,13 +178,11 @@ def linear_logprobs(
     """
     check_options(head, OPTIONS, ARGUMENTS)
     if not shift and cu_seqlens is not None:
-        raise ValueError(
-            message(
-                "cu_seqlens",
-                "None without shift",
-                type(cu_seqlens).__name__,
-                "leave it out, as every token stands alone",
-            )
+        raise value_error(
+            "cu_seqlens",
+            "None without shift",
+            type(cu_seqlens).__name__,
+            "leave it out, as every token stands alone",
         )
     if sampling_mask is not None:
         check_mask(sampling_mask)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers
 from logitless.engine.head_view import is_head
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
 from logitless.losses.inputs import HeadWeight
@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(BlockHeads):
-    """K heads for the tokens beyond the next: `num_layers` residual blocks each, and a projection of its own.
+    """K heads for the tokens beyond the next: `num_layers` residual blocks and a projection each.
 
     The state dict has the layout of the reference implementation:
     `medusa_head.{k}.{layer}.linear.{weight,bias}` and `medusa_head.{k}.{num_layers}.weight`.
@@ -40,7 +40,7 @@ class MedusaHeads(BlockHeads):
         vocab_size: V.
         num_heads: K, at least 1.
         num_layers: residual blocks per head.
-        shared: use the base model's head in place of projections of their own.
+        shared: use the base model's head in place of a projection per head.
         device: of the parameters; default torch's.
         dtype: of the parameters; default torch's.
 
@@ -60,11 +60,11 @@ class MedusaHeads(BlockHeads):
     ):
         super().__init__()
         if num_heads < 1:
-            raise ValueError(
-                message("num_heads", "at least 1", num_heads, "a model without heads needs no MedusaHeads")
+            raise value_error(
+                "num_heads", "at least 1", num_heads, "a model without heads needs no MedusaHeads"
             )
         if num_layers < 0:
-            raise ValueError(message("num_layers", "0 or more", num_layers, "the paper's is 1"))
+            raise value_error("num_layers", "0 or more", num_layers, "the paper's is 1")
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.num_layers = num_layers
@@ -84,9 +84,7 @@ class MedusaHeads(BlockHeads):
         """Copy the base head (V, H) into every projection, so that training starts from its predictions."""
         shape = (self.vocab_size, self.hidden_size)
         if weight.shape != shape:
-            raise ValueError(
-                message("weight", f"the base head {shape}", tuple(weight.shape), "pass lm_head.weight")
-            )
+            raise value_error("weight", f"the base head {shape}", tuple(weight.shape), "pass lm_head.weight")
         for k in range(len(self) if not self.shared else 0):
             self.projection(k).copy_(weight)
         return self
@@ -135,7 +133,7 @@ class MedusaLoss(MultiHeadLoss):
         targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels, as with `shift=True` in other
             losses.
         base_weight: (V, H), or the base model's LM head; required unless base_coefficient is 0 and the heads
-            have projections of their own.
+            have projections.
         base_bias: (V,).
         mask: like targets; where it is off, the label is not supervised.
         num_items: replaces the number of targets of every head.
@@ -180,42 +178,34 @@ class MedusaLoss(MultiHeadLoss):
         base = {"base_weight": base_weight, "base_bias": base_bias}
         self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
         if not isinstance(heads, MedusaHeads):
-            raise TypeError(
-                message(
-                    "heads",
-                    "a MedusaHeads module",
-                    type(heads).__name__,
-                    "make them with MedusaHeads(hidden_size, vocab_size, num_heads)",
-                )
+            raise type_error(
+                "heads",
+                "a MedusaHeads module",
+                type(heads).__name__,
+                "make them with MedusaHeads(hidden_size, vocab_size, num_heads)",
             )
         K = len(heads)
         coefficients = (
             tuple(self.decay**k for k in range(K)) if self.coefficients is None else self.coefficients
         )
         if len(coefficients) != K:
-            raise ValueError(
-                message(
-                    "coefficients",
-                    f"{K} numbers, one per head",
-                    len(coefficients),
-                    "leave it None for powers of decay",
-                )
+            raise value_error(
+                "coefficients",
+                f"{K} numbers, one per head",
+                len(coefficients),
+                "leave it None for powers of decay",
             )
         needed = self.base_coefficient != 0 or heads.shared
         given = base_weight is not None
         if not given and needed:
-            raise ValueError(
-                message("base_weight", "the base head (V, H)", None, "or set base_coefficient=0.0")
-            )
+            raise value_error("base_weight", "the base head (V, H)", None, "or set base_coefficient=0.0")
         if given:
             if base_weight.shape[0] != heads.vocab_size:
-                raise ValueError(
-                    message(
-                        "base_weight",
-                        f"{heads.vocab_size} rows, as the heads have",
-                        tuple(base_weight.shape),
-                        "base and heads predict the same ids",
-                    )
+                raise value_error(
+                    "base_weight",
+                    f"{heads.vocab_size} rows, as the heads have",
+                    tuple(base_weight.shape),
+                    "base and heads predict the same ids",
                 )
         parts = []
         if self.base_coefficient:
@@ -226,7 +216,5 @@ class MedusaLoss(MultiHeadLoss):
             if coefficient:
                 parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
         if not parts:
-            raise ValueError(
-                message("coefficients", "one that is not 0", coefficients, "a loss needs a head")
-            )
+            raise value_error("coefficients", "one that is not 0", coefficients, "a loss needs a head")
         return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import SplitHead, checked_boundaries, sequence_numbers
+from logitless.engine.operands import SplitHead, check_packed, checked_boundaries, sequence_numbers
 from logitless.engine.operators import constant_in_graphs, register_module
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
@@ -75,25 +75,16 @@ class MultiHeadLoss(CrossEntropyLoss):
             object.__setattr__(self, "coefficients", tuple(coefficients))
         super().__post_init__()
         if self.reduction == "none":
-            raise ValueError(
-                message(
-                    "reduction",
-                    "'mean' or 'sum' for several heads",
-                    repr(self.reduction),
-                    "sum over the heads",
-                )
+            raise value_error(
+                "reduction", "'mean' or 'sum' for several heads", repr(self.reduction), "sum over the heads"
             )
         if self.return_logps:
-            raise ValueError(
-                message(
-                    "return_logps", "False for several heads", True, "each has log-probabilities of its own"
-                )
+            raise value_error(
+                "return_logps", "False for several heads", True, "each has log-probabilities of its own"
             )
         if self.return_predictions:
-            raise ValueError(
-                message(
-                    "return_predictions", "False for several heads", True, "each has predictions of its own"
-                )
+            raise value_error(
+                "return_predictions", "False for several heads", True, "each has predictions of its own"
             )
 
     def solve_parts(
@@ -108,19 +99,11 @@ class MultiHeadLoss(CrossEntropyLoss):
         if mask is not None:
             targets = self.masked(targets, mask)
         if targets.dim() == 0:
-            raise ValueError(
-                message("targets", "shape (B, T)", tuple(targets.shape), "pass the labels of whole sequences")
+            raise value_error(
+                "targets", "shape (B, T)", tuple(targets.shape), "pass the labels of whole sequences"
             )
         if cu_seqlens is not None:
-            if targets.dim() != 1:
-                raise ValueError(
-                    message(
-                        "targets",
-                        "shape (N,) with cu_seqlens",
-                        tuple(targets.shape),
-                        "flatten the tokens or leave it out",
-                    )
-                )
+            check_packed("targets", targets, 1)
             cu_seqlens = checked_boundaries(cu_seqlens, targets)
         loss = self.resolved(parts[0].weight)
         if loss.tp_group is not None and debugging():
@@ -132,13 +115,11 @@ class MultiHeadLoss(CrossEntropyLoss):
         heads = []
         for part in parts:
             if isinstance(part.weight, SplitHead):
-                raise TypeError(
-                    message(
-                        "weight",
-                        "a tensor (V, H)",
-                        type(part.weight).__name__,
-                        "train it whole, or take linear_logprobs of each head",
-                    )
+                raise type_error(
+                    "weight",
+                    "a tensor (V, H)",
+                    type(part.weight).__name__,
+                    "train it whole, or take linear_logprobs of each head",
                 )
             labels = ahead(targets.long(), part.offset, self.ignore_index, cu_seqlens)
             # A head that several parts share is gathered once, and gets one gradient.
@@ -151,13 +132,11 @@ class MultiHeadLoss(CrossEntropyLoss):
             # With a DTensor and a plain tensor, one may be a whole head and the other a shard.
             rows = heads[0].weight.shape[0] if heads else weight.shape[0]
             if weight.shape[0] != rows:
-                raise ValueError(
-                    message(
-                        part.name,
-                        f"{rows} rows on this rank, as {parts[0].name} has",
-                        weight.shape[0],
-                        "shard all heads alike",
-                    )
+                raise value_error(
+                    part.name,
+                    f"{rows} rows on this rank, as {parts[0].name} has",
+                    weight.shape[0],
+                    "shard all heads alike",
                 )
             if part.constant_head:
                 weight = weight.detach()

@@ -7,7 +7,7 @@ from typing import ClassVar, Never
 from torch import Tensor
 
 from logitless.engine.head_view import is_head
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
 from logitless.losses.inputs import HeadWeight
@@ -72,30 +72,24 @@ class MultiTokenLoss(MultiHeadLoss):
             return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **own)
         self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
         if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
-            raise TypeError(
-                message(
-                    "hiddens",
-                    "a list or tuple of tensors",
-                    type(hiddens).__name__,
-                    "pass [hidden] for a single one",
-                )
+            raise type_error(
+                "hiddens",
+                "a list or tuple of tensors",
+                type(hiddens).__name__,
+                "pass [hidden] for a single one",
             )
         depths = len(hiddens)
         if depths == 0:
-            raise ValueError(
-                message(
-                    "hiddens", "at least one tensor of hidden states", depths, "pass the model's own first"
-                )
+            raise value_error(
+                "hiddens", "at least one tensor of hidden states", depths, "pass the model's own first"
             )
         coefficients = (1.0,) + (0.3,) * (depths - 1) if self.coefficients is None else self.coefficients
         if len(coefficients) != depths:
-            raise ValueError(
-                message(
-                    "coefficients",
-                    f"{depths} numbers, one per hidden state",
-                    len(coefficients),
-                    "or leave it None",
-                )
+            raise value_error(
+                "coefficients",
+                f"{depths} numbers, one per hidden state",
+                len(coefficients),
+                "or leave it None",
             )
         parts = [
             Part(
@@ -111,7 +105,5 @@ class MultiTokenLoss(MultiHeadLoss):
             if coefficient
         ]
         if not parts:
-            raise ValueError(
-                message("coefficients", "one that is not 0", coefficients, "a loss needs a head")
-            )
+            raise value_error("coefficients", "one that is not 0", coefficients, "a loss needs a head")
         return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

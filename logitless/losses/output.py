@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import type_error
 
 _OF_THE_LOSS = "{0}: expected a tensor, got the LossOutput of a call; take its .loss, as in out.loss.{0}()."
 
 
 def _no_number(self, *others: object) -> Never:
     """Raise for arithmetic: a tuple would repeat or concatenate itself."""
-    raise TypeError(message("out", "a tensor", "the LossOutput of a call", "take its .loss"))
+    raise type_error("out", "a tensor", "the LossOutput of a call", "take its .loss")
 
 
 class LossOutput(NamedTuple):
@@ -68,9 +68,7 @@ class LossOutput(NamedTuple):
     def _asked_for(self, name: str, option: str) -> Tensor:
         if name not in self.tokens:
             remedy = f"make the loss with {option}=True (a LogitsLoss has no such option)"
-            raise AttributeError(
-                f"{name}: expected a loss that hands them out, got {option}=False; {remedy}."
-            )
+            raise AttributeError(f"{name}: expected a loss that returns them, got {option}=False; {remedy}.")
         return self.tokens[name]
 
 

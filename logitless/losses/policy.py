@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from logitless.engine.layout import SequenceLayout
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
 
@@ -34,7 +34,7 @@ class PolicyLoss(TokenLoss):
         super().prepare(call)
         given = {name: x for name, x in call.inputs.items() if x is not None}
         if "advantages" not in given:
-            raise TypeError(message("advantages", "a tensor", None, "pass one per sequence or per token"))
+            raise type_error("advantages", "a tensor", None, "pass one per sequence or per token")
         layout = call.layout()
         call.inputs = self.laid_out(layout, **given)
         # The layout has shifted the targets and the inputs per token.
@@ -59,23 +59,19 @@ class ClippedLoss(PolicyLoss):
     def __post_init__(self) -> None:
         given = [x for x in (self.epsilon, self.epsilon_low) if x is not None]
         if len(set(given)) >= 2:
-            raise ValueError(
-                message(
-                    "epsilon_low",
-                    "epsilon itself, or None",
-                    f"{self.epsilon_low} beside epsilon={self.epsilon}",
-                    "they are two names of the lower clip range",
-                )
+            raise value_error(
+                "epsilon_low",
+                "epsilon itself, or None",
+                f"{self.epsilon_low} beside epsilon={self.epsilon}",
+                "they are two names of the lower clip range",
             )
         object.__setattr__(self, "epsilon", given[0] if given else 0.2)
         super().__post_init__()
         if self.epsilon < 0:
-            raise ValueError(message("epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2"))
+            raise value_error("epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2")
         if self.upper < 0:
-            raise ValueError(
-                message(
-                    "epsilon_high", "a number >= 0 or None", self.epsilon_high, "leave it None for epsilon"
-                )
+            raise value_error(
+                "epsilon_high", "a number >= 0 or None", self.epsilon_high, "leave it None for epsilon"
             )
 
     @property

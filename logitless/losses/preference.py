@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.levels import is_per_sequence, per_token_shape
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -133,7 +133,7 @@ class ReferencedLoss(ComparedLoss):
         if found.shape != targets.shape:
             expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
             remedy = "give each sequence or token its own"
-            raise ValueError(message(name, expected, tuple(ref_logps.shape), remedy))
+            raise value_error(name, expected, tuple(ref_logps.shape), remedy)
         return True, found
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
@@ -161,19 +161,15 @@ class UnreferencedLoss(PairedLoss):
         by_row = self.logits_over == "position"
         got = repr(self.logits_over)
         if by_row and self.softcap is not None:
-            raise ValueError(
-                message(
-                    "logits_over",
-                    "'completion' with a softcap",
-                    got,
-                    "a softcap does not commute with the mean over the vocabulary",
-                )
+            raise value_error(
+                "logits_over",
+                "'completion' with a softcap",
+                got,
+                "a softcap does not commute with the mean over the vocabulary",
             )
         if by_row and self.tp_group is not None:
-            raise ValueError(
-                message(
-                    "logits_over", "'completion' with tp_group", got, "no rank has the whole head to average"
-                )
+            raise value_error(
+                "logits_over", "'completion' with tp_group", got, "no rank has the whole head to average"
             )
 
     def __call__(

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid, relu
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -106,13 +106,13 @@ class ORPOLoss(UnreferencedLoss):
             return
         if call.mask is not None:
             remedy = "set what does not count to ignore_index in targets and nll_targets"
-            raise ValueError(message("mask", "None beside nll_targets", "a tensor", remedy))
+            raise value_error("mask", "None beside nll_targets", "a tensor", remedy)
         targets = call.targets.long()
         nll_targets = nll_targets.long()
         if nll_targets.shape != targets.shape:
             expected = f"targets' shape {tuple(targets.shape)}"
             remedy = "give a label or ignore_index per token"
-            raise ValueError(message("nll_targets", expected, tuple(nll_targets.shape), remedy))
+            raise value_error("nll_targets", expected, tuple(nll_targets.shape), remedy)
         chosen = _of_chosen(targets, call.cu_seqlens)
         completion = targets != self.ignore_index
         call.inputs["completion"] = completion
@@ -199,10 +199,10 @@ class CPOLoss(UnreferencedLoss):
         super().__post_init__()
         check_choice("loss_type", self.loss_type, CPO_LOSSES)
         if self.beta <= 0:
-            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
+            raise value_error("beta", "a positive number", self.beta, "TRL's default is 0.1")
         if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(
-                message("label_smoothing", "a number in [0, 1]", self.label_smoothing, "use 0.0 for none")
+            raise value_error(
+                "label_smoothing", "a number in [0, 1]", self.label_smoothing, "use 0.0 for none"
             )
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -248,7 +248,7 @@ class SimPOLoss(UnreferencedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta <= 0:
-            raise ValueError(message("beta", "a positive number", self.beta, "the paper's are 2.0 to 2.5"))
+            raise value_error("beta", "a positive number", self.beta, "the paper's are 2.0 to 2.5")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         chosen, rejected = (batch.sum_by_sequence(stats.logps) / batch.lengths.clamp(min=1)).chunk(2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.operands import shifted
 from logitless.engine.sampling_mask import AlignedMask
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
@@ -78,19 +78,15 @@ class ComparedLoss(TokenLoss):
         name = type(self).__name__
         if not self.needs_reference:
             if names:
-                raise ValueError(
-                    message(
-                        "ref_logps",
-                        f"no reference for this {name}",
-                        got,
-                        "leave it out, or set the option that needs it",
-                    )
+                raise value_error(
+                    "ref_logps",
+                    f"no reference for this {name}",
+                    got,
+                    "leave it out, or set the option that needs it",
                 )
         elif names != ["ref_logps"] and names[:1] != ["ref_hidden"]:
-            raise ValueError(
-                message(
-                    "ref_logps", "one of ref_logps and ref_hidden (with ref_weight)", got, "pass one of them"
-                )
+            raise value_error(
+                "ref_logps", "one of ref_logps and ref_hidden (with ref_weight)", got, "pass one of them"
             )
 
     def detached_logps(
@@ -127,32 +123,26 @@ def check_reference(
 ) -> None:
     """Check the shapes of a reference's hidden states and head against the trained head and the targets."""
     if ref_weight is None:
-        raise ValueError(
-            message("ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden")
-        )
+        raise value_error("ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden")
     V = weight.shape[0]
     H = ref_hidden.shape[-1]
     if ref_weight.shape != (V, H):
-        raise ValueError(
-            message(
-                "ref_weight",
-                f"shape ({V}, {H})",
-                tuple(ref_weight.shape),
-                "the reference scores the same token ids, from its own hidden states",
-            )
+        raise value_error(
+            "ref_weight",
+            f"shape ({V}, {H})",
+            tuple(ref_weight.shape),
+            "the reference scores the same token ids, from its own hidden states",
         )
     if loss.tp_group is not None:
         check_alike("ref_weight", ref_weight, weight)
     if ref_hidden.shape[:-1] != targets.shape:
-        raise ValueError(
-            message(
-                "ref_hidden",
-                f"shape {tuple(targets.shape)} + (H,)",
-                tuple(ref_hidden.shape),
-                "give one row per target",
-            )
+        raise value_error(
+            "ref_hidden",
+            f"shape {tuple(targets.shape)} + (H,)",
+            tuple(ref_hidden.shape),
+            "give one row per target",
         )
     if ref_bias is not None:
         got = tuple(ref_bias.shape)
         if got != (V,):
-            raise ValueError(message("ref_bias", f"shape ({V},)", got, "give one entry per token id"))
+            raise value_error("ref_bias", f"shape ({V},)", got, "give one entry per token id")

@@ -10,7 +10,7 @@ from logitless.engine.layout import SequenceLayout
 from logitless.engine.levels import per_token_shape
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -87,13 +87,11 @@ class RLOOLoss(ClippedLoss):
         self, layout: SequenceLayout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
         if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
-            raise ValueError(
-                message(
-                    "advantages",
-                    f"shape ({layout.sequences},), one per sequence",
-                    tuple(advantages.shape),
-                    "rewards are of sequences",
-                )
+            raise value_error(
+                "advantages",
+                f"shape ({layout.sequences},), one per sequence",
+                tuple(advantages.shape),
+                "rewards are of sequences",
             )
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:

@@ -12,7 +12,7 @@ from logitless.engine.objectives.ids import IdsObjective, TopkObjective
 from logitless.engine.operands import INTEGERS, SplitHead, checked_boundaries, shifted, supervised_where
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
@@ -99,35 +99,23 @@ def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: t
     if mask is None:
         return supervised_where(None, shape, ignore_index, device)
     if mask.shape != shape:
-        raise ValueError(
-            message(
-                "mask",
-                f"shape {tuple(shape)}, one entry per token",
-                tuple(mask.shape),
-                "align it with hidden",
-            )
+        raise value_error(
+            "mask", f"shape {tuple(shape)}, one entry per token", tuple(mask.shape), "align it with hidden"
         )
     return supervised_where(mask, shape, ignore_index, device)
 
 
 def check_ids(ids: Tensor, hidden: Tensor) -> None:
     if ids.dtype not in INTEGERS:
-        raise TypeError(
-            message(
-                "targets",
-                "integer token ids (int64)",
-                ids.dtype,
-                "pass token ids, not probabilities or a mask",
-            )
+        raise type_error(
+            "targets", "integer token ids (int64)", ids.dtype, "pass token ids, not probabilities or a mask"
         )
     if ids.shape[:-1] != hidden.shape[:-1] or ids.shape[-1] == 0:
-        raise ValueError(
-            message(
-                "targets",
-                f"shape {tuple(hidden.shape[:-1])} + (k,) with k >= 1",
-                tuple(ids.shape),
-                "give every position the same number of ids",
-            )
+        raise value_error(
+            "targets",
+            f"shape {tuple(hidden.shape[:-1])} + (k,) with k >= 1",
+            tuple(ids.shape),
+            "give every position the same number of ids",
         )
 
 
@@ -146,9 +134,7 @@ def logprobs_of_ids(
     ids = ids.long()
     if shift:
         if hidden.dim() <= 1:
-            raise ValueError(
-                message("shift", "False for hidden (H,)", True, "a single token has no next one")
-            )
+            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next one")
         loss.check_call((), cu_seqlens=cu_seqlens)
         if cu_seqlens is not None:
             cu_seqlens = checked_boundaries(cu_seqlens, ids)
@@ -210,17 +196,15 @@ def linear_topk(
     """
     check_options(head, OPTIONS, ("bias", "mask"))
     if not isinstance(k, int) or isinstance(k, bool):
-        raise TypeError(message("k", "a whole number", repr(k), "say how many ids"))
+        raise type_error("k", "a whole number", repr(k), "say how many ids")
     if k < 1:
-        raise ValueError(message("k", "at least 1", k, "say how many ids"))
+        raise value_error("k", "at least 1", k, "say how many ids")
     if not isinstance(hidden, Tensor):
-        raise TypeError(
-            message(
-                "hidden",
-                "a tensor",
-                type(hidden).__name__,
-                "pass the hidden states, such as model.model(ids).last_hidden_state",
-            )
+        raise type_error(
+            "hidden",
+            "a tensor",
+            type(hidden).__name__,
+            "pass the hidden states, such as model.model(ids).last_hidden_state",
         )
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)

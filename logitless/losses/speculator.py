@@ -10,10 +10,10 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.objectives.speculator import SpeculatorObjective, chain_metrics
-from logitless.engine.operands import WRONG_MASK, checked_boundaries, sequence_numbers
+from logitless.engine.operands import WRONG_MASK, check_packed, checked_boundaries, sequence_numbers
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.declarations import cached_loss
@@ -136,33 +136,27 @@ class SpeculatorLoss(LogitsLoss):
         check_choice("teacher_softmax", self.teacher_softmax, SOFTMAXES)
         for name in ("beta", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
+                raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
         for name in ("lk_eta", "offset"):
             if getattr(self, name) < 0:
-                raise ValueError(message(name, "at least 0", getattr(self, name), "leave it out"))
+                raise value_error(name, "at least 0", getattr(self, name), "leave it out")
         if self.decay <= 0:
-            raise ValueError(message("decay", "a number above 0", self.decay, "use coefficients for others"))
+            raise value_error("decay", "a number above 0", self.decay, "use coefficients for others")
         if self.coefficients is not None and not any(self.coefficients):
-            raise ValueError(
-                message("coefficients", "one that is not 0", self.coefficients, "a loss needs a step")
-            )
+            raise value_error("coefficients", "one that is not 0", self.coefficients, "a loss needs a step")
         if self.drop_outside and self.teacher_softmax != "full":
-            raise ValueError(
-                message(
-                    "drop_outside",
-                    "False with teacher_softmax='draft'",
-                    True,
-                    "take teacher_softmax='full', which knows the ids that the draft lacks",
-                )
+            raise value_error(
+                "drop_outside",
+                "False with teacher_softmax='draft'",
+                True,
+                "take teacher_softmax='full', which knows the ids that the draft lacks",
             )
         if not self.compact:
-            raise ValueError(
-                message(
-                    "compact",
-                    "True for SpeculatorLoss",
-                    False,
-                    "the host reads which rows of the verifier a chunk needs",
-                )
+            raise value_error(
+                "compact",
+                "True for SpeculatorLoss",
+                False,
+                "the host reads which rows of the verifier a chunk needs",
             )
 
     @property
@@ -293,13 +287,11 @@ class SpeculatorLoss(LogitsLoss):
         """The loss with its coefficients, one per step."""
         if self.coefficients is not None:
             if len(self.coefficients) != steps:
-                raise ValueError(
-                    message(
-                        "coefficients",
-                        f"{steps} numbers, one per step",
-                        len(self.coefficients),
-                        "or leave it None",
-                    )
+                raise value_error(
+                    "coefficients",
+                    f"{steps} numbers, one per step",
+                    len(self.coefficients),
+                    "or leave it None",
                 )
             return self
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -350,14 +342,14 @@ def check_hiddens(hiddens: Sequence[Tensor]) -> None:
     if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
         expected = "a list or tuple of tensors"
         got = type(hiddens).__name__
-        raise TypeError(message("hiddens", expected, got, "pass [hidden] for a single step"))
+        raise type_error("hiddens", expected, got, "pass [hidden] for a single step")
     if not hiddens:
-        raise ValueError(message("hiddens", "at least one step", 0, "pass the draft's hidden states"))
+        raise value_error("hiddens", "at least one step", 0, "pass the draft's hidden states")
     shapes = {tuple(x.shape) for x in hiddens}
     if len(shapes) > 1 or hiddens[0].dim() < 2:
         expected = "tensors of one shape (B, T, H)"
         got = ", ".join(map(str, sorted(shapes)))
-        raise ValueError(message("hiddens", expected, got, "give every step all of its rows"))
+        raise value_error("hiddens", expected, got, "give every step all of its rows")
 
 
 def check_verifier(
@@ -370,22 +362,22 @@ def check_verifier(
     """Check the verifier; `rows` is the shape of a step's hidden states without H."""
     if hidden is None:
         expected = "the verifier's hidden states (B, T, H')"
-        raise TypeError(message("teacher_hidden", expected, None, "pass them with teacher_weight"))
+        raise type_error("teacher_hidden", expected, None, "pass them with teacher_weight")
     if starts is None:
         if hidden.shape[:-1] != rows:
             expected = f"shape {tuple(rows)} + (H',)"
             got = tuple(hidden.shape)
             remedy = "give one row per position of hiddens, or say with starts where the rows stand"
-            raise ValueError(message("teacher_hidden", expected, got, remedy))
+            raise value_error("teacher_hidden", expected, got, remedy)
     else:
         if starts.shape != rows or starts.is_floating_point() or starts.dtype == torch.bool:
             expected = f"integers of shape {tuple(rows)}"
             got = f"{starts.dtype} {tuple(starts.shape)}"
-            raise ValueError(message("starts", expected, got, "give one position per row of hiddens"))
+            raise value_error("starts", expected, got, "give one position per row of hiddens")
         if hidden.dim() != len(rows) + 1 or hidden.shape[:-2] != rows[:-1]:
             expected = f"shape {(*rows[:-1], 'T', 'H_')}".replace("'", "").replace("H_", "H'")
             remedy = "give whole sequences"
-            raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+            raise value_error("teacher_hidden", expected, tuple(hidden.shape), remedy)
     check_teacher(hidden, weight, bias, hidden.shape[:-1])
 
 
@@ -393,19 +385,19 @@ def check_draft_ids(ids: Tensor | None, D: int, V: int) -> None:
     if ids is None:
         if D != V:
             expected = f"the verifier's id of each of the {D} rows of weight, as the verifier has {V}"
-            raise ValueError(message("draft_ids", expected, None, f"pass {IDS}"))
+            raise value_error("draft_ids", expected, None, f"pass {IDS}")
         return
     if ids.shape != (D,) or ids.is_floating_point() or ids.dtype == torch.bool:
         expected = f"integers of shape ({D},)"
         got = f"{ids.dtype} {tuple(ids.shape)}"
-        raise ValueError(message("draft_ids", expected, got, f"pass {IDS}"))
+        raise value_error("draft_ids", expected, got, f"pass {IDS}")
 
 
 def check_sharded(ids: Tensor | None, teacher_weight: Tensor, weight: Tensor) -> None:
     """Check the heads and `draft_ids` of a call with `tp_group`."""
     if ids is not None:
         remedy = "pass its part of teacher_weight[draft_ids] as teacher_weight, and labels as rows of weight"
-        raise ValueError(message("draft_ids", "None with tp_group", "a tensor", remedy))
+        raise value_error("draft_ids", "None with tp_group", "a tensor", remedy)
     check_alike("teacher_weight", teacher_weight, weight)
 
 
@@ -460,7 +452,7 @@ class Tokens(NamedTuple):
             if x is not None and x.shape != shape:
                 expected = f"shape {tuple(shape)}"
                 got = tuple(x.shape)
-                raise ValueError(message(name, expected, got, "give one entry per token of teacher_hidden"))
+                raise value_error(name, expected, got, "give one entry per token of teacher_hidden")
         any_id = 0 if loss.ignore_index != 0 else 1
         if targets is None:
             labels = torch.full(shape, any_id, dtype=torch.int64, device=hidden.device)
@@ -469,9 +461,7 @@ class Tokens(NamedTuple):
         if mask is not None:
             labels = loss.masked(labels, mask)
         if cu_seqlens is not None:
-            if len(shape) != 1:
-                expected, remedy = "shape (N, H') with cu_seqlens", "flatten the tokens or leave it out"
-                raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+            check_packed("teacher_hidden", hidden, 2)
             cu_seqlens = checked_boundaries(cu_seqlens, hidden)
         return cls(labels.reshape(-1), shape[-1], cu_seqlens)
 

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.objectives.support import SupportObjective
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.kernels.head.transform import LogitTransform
@@ -30,21 +30,16 @@ def check_support(loss: LinearLoss) -> None:
     k, shared = loss.k, loss.shared_vocabulary
     for name, value in (("k", k), ("shared_vocabulary", shared)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(message(name, "a whole number or None", repr(value), "count token ids"))
+            raise type_error(name, "a whole number or None", repr(value), "count token ids")
         if value is not None and value < 1:
-            raise ValueError(message(name, "at least 1", value, "count token ids"))
+            raise value_error(name, "at least 1", value, "count token ids")
     if loss.support is None and k is not None:
-        raise ValueError(message("k", "None without support", k, "say whose best ids with support="))
+        raise value_error("k", "None without support", k, "say whose best ids with support=")
     if loss.support is not None:
         if loss.divergence not in DIVERGENCES:
             divergences = ", ".join(map(repr, DIVERGENCES))
-            raise ValueError(
-                message(
-                    "divergence",
-                    f"one of {divergences} with support",
-                    repr(loss.divergence),
-                    "leave support out",
-                )
+            raise value_error(
+                "divergence", f"one of {divergences} with support", repr(loss.divergence), "leave support out"
             )
 
 
@@ -55,23 +50,19 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
     """
     if given:
         if loss.support != "teacher":
-            raise ValueError(
-                message(
-                    "support",
-                    "'teacher' where the teacher's logits are not given",
-                    repr(loss.support),
-                    "pass teacher_hidden and teacher_weight",
-                )
+            raise value_error(
+                "support",
+                "'teacher' where the teacher's logits are not given",
+                repr(loss.support),
+                "pass teacher_hidden and teacher_weight",
             )
         if loss.k is not None:
-            raise ValueError(
-                message("k", "None with teacher_logprobs_topk", loss.k, "teacher_logprobs_topk has its own")
+            raise value_error(
+                "k", "None with teacher_logprobs_topk", loss.k, "teacher_logprobs_topk has its own"
             )
     else:
         if loss.k is None:
-            raise ValueError(
-                message("k", "how many ids of each, with support", None, "set it, to 64 for example")
-            )
+            raise value_error("k", "how many ids of each, with support", None, "set it, to 64 for example")
     return cached_loss(
         SupportDistillation, **{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given
     )

@@ -6,61 +6,53 @@ import torch
 from torch import Tensor
 
 from logitless.engine.spec import Fault
-from logitless.errors import message, warn
+from logitless.errors import type_error, value_error, warn
 from logitless.kernels.ids.gathered import wrong_slots
 
 
 def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
     if weight is None:
-        raise ValueError(
-            message("teacher_weight", "the teacher's head (V', H')", None, "pass it with teacher_hidden")
+        raise value_error(
+            "teacher_weight", "the teacher's head (V', H')", None, "pass it with teacher_hidden"
         )
     if hidden.shape[:-1] != shape:
-        raise ValueError(
-            message(
-                "teacher_hidden",
-                f"shape {tuple(shape)} + (H',)",
-                tuple(hidden.shape),
-                "give one row per token of hidden",
-            )
+        raise value_error(
+            "teacher_hidden",
+            f"shape {tuple(shape)} + (H',)",
+            tuple(hidden.shape),
+            "give one row per token of hidden",
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            message(
-                "teacher_weight",
-                f"shape (V', {hidden.shape[-1]})",
-                tuple(weight.shape),
-                "pass the head of these hidden states",
-            )
+        raise value_error(
+            "teacher_weight",
+            f"shape (V', {hidden.shape[-1]})",
+            tuple(weight.shape),
+            "pass the head of these hidden states",
         )
     if bias is not None:
         if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                message(
-                    "teacher_bias",
-                    f"shape ({weight.shape[0]},)",
-                    tuple(bias.shape),
-                    "give one entry per token id",
-                )
+            raise value_error(
+                "teacher_bias",
+                f"shape ({weight.shape[0]},)",
+                tuple(bias.shape),
+                "give one entry per token id",
             )
 
 
 def check_topk(values: Tensor, ids: Tensor, shape: torch.Size) -> None:
     if values.shape != ids.shape or values.shape[:-1] != shape or values.shape[-1:] == (0,):
-        raise ValueError(
-            message(
-                "teacher_logprobs_topk",
-                f"two tensors {tuple(shape)} + (k,) with k >= 1",
-                f"{tuple(values.shape)} and {tuple(ids.shape)}",
-                "give the same k ids to every token",
-            )
+        raise value_error(
+            "teacher_logprobs_topk",
+            f"two tensors {tuple(shape)} + (k,) with k >= 1",
+            f"{tuple(values.shape)} and {tuple(ids.shape)}",
+            "give the same k ids to every token",
         )
     for x, kind, wanted in (
         (ids, not (ids.is_floating_point() or ids.is_complex()), "integer ids"),
         (values, values.is_floating_point(), "floating-point log-probabilities"),
     ):
         if not kind:
-            raise TypeError(message("teacher_logprobs_topk", wanted, x.dtype, "pass (values, ids)"))
+            raise type_error("teacher_logprobs_topk", wanted, x.dtype, "pass (values, ids)")
 
 
 def topk_faults(

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 
 LEVELS = ("full", "cheap", "keep")
 UNITS = {"": 1, "b": 1} | {
@@ -30,12 +30,12 @@ def to_bytes(activation_budget: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", found)
         unit = UNITS.get(match[2].lower()) if match else None
         if unit is None:
-            raise ValueError(message("activation_budget", expected, repr(activation_budget), remedy))
+            raise value_error("activation_budget", expected, repr(activation_budget), remedy)
         found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if not isinstance(found, int) or isinstance(found, bool):
-        raise TypeError(message("activation_budget", expected, repr(activation_budget), remedy))
+        raise type_error("activation_budget", expected, repr(activation_budget), remedy)
     if found <= 0:
-        raise ValueError(message("activation_budget", expected, repr(activation_budget), remedy))
+        raise value_error("activation_budget", expected, repr(activation_budget), remedy)
     return found
 
 

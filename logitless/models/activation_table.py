@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.layers.fuse import fuse_layers
 from logitless.models.activation_plan import ActivationPlan, choose, in_gib, ladder
 from logitless.models.activations import decoder_layers, decoder_of, fit_activations, kind_of
@@ -49,7 +49,7 @@ class ActivationTable:
         least = self.total("full")
         remedy = "raise it, or take a smaller batch"
         if budget < least:
-            raise ValueError(message("activation_budget", f"at least {least:,} bytes", f"{budget:,}", remedy))
+            raise value_error("activation_budget", f"at least {least:,} bytes", f"{budget:,}", remedy)
         return ActivationPlan(*choose(self.costs, self.shared, budget), budget, self.tokens)
 
     def rungs(self) -> Iterator[tuple[str, int]]:
@@ -116,17 +116,17 @@ def activation_table(
     folder = os.path.dirname(config) or "." if config.endswith(".json") else config
     remedy = "pass the folder of a model, or its config.json"
     if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise ValueError(message("CONFIG", "a folder with a config.json, or that file", config, remedy))
+        raise value_error("CONFIG", "a folder with a config.json, or that file", config, remedy)
     whole = AutoConfig.from_pretrained(folder, local_files_only=True)
     if getattr(whole, "is_encoder_decoder", False):
-        raise ValueError(message("CONFIG", "a decoder", "an encoder-decoder", "use gradient checkpointing"))
+        raise value_error("CONFIG", "a decoder", "an encoder-decoder", "use gradient checkpointing")
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(whole, dtype=dtype)
     kinds = [kind_of(layer) for layer in decoder_layers(decoder_of(outline)).values()]
     if not kinds:
         name = type(outline).__name__
         remedy = "use gradient checkpointing"
-        raise ValueError(message("CONFIG", "a model with layers that can be checkpointed", name, remedy))
+        raise value_error("CONFIG", "a model with layers that can be checkpointed", name, remedy)
     # The fewest layers from the first on that have all kinds.
     needed = 1 + max(kinds.index(kind) for kind in kinds)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,16 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from logitless.errors import message, warn
+from logitless.errors import type_error, value_error, warn
 from logitless.exchange import exchange, state_of
 from logitless.layers.fused_forwards import KEY as FUSED
-from logitless.models.activation_plan import ActivationPlan, Batch, Counts, choose, in_gib, to_bytes
+from logitless.models.activation_plan import (
+    LEVELS,
+    ActivationPlan,
+    Batch,
+    Counts,
+    choose,
+    in_gib,
+    to_bytes,
+)
 from logitless.models.heads import base_of
 from logitless.models.saved_tensors import (
     Autocast,
     Graph,
     Held,
     Kept,
+    LayerBytes,
     LayerRun,
     Sizes,
     Storage,
@@ -36,8 +45,8 @@ from logitless.models.saved_tensors import (
 
 logger = logging.getLogger(__name__)
 KEY = "activations"
-# Passes from one check of a kept layer's bytes to the next.
-CHECK_EVERY = 4
+# Passes from one check of a layer's bytes to the next.
+CHECK_EVERY = 16
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
@@ -60,6 +69,8 @@ class Fitted:
         self._held = Held()
         self._counts = Counts(_widths(backbone))
         self._kinds: list[int] = []  # of each layer; layers of one kind have one number
+        self._numbers: dict[Hashable, int] = {}  # of kinds
+        self._structures: list[Structure] = []
         self._passes = 0
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._most_graphs = 1  # that were alive together
@@ -115,6 +126,24 @@ class Fitted:
         return self
 
 
+class Structure:
+    """Modules of a layer, and which of their parameters have a gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = [(module, dict(module._modules), _require_grad(module)) for module in layer.modules()]
+
+    def has_changed(self) -> bool:
+        """Whether modules were added, as adapters are, or removed, or parameters frozen or no longer."""
+        return any(
+            module._modules != children or _require_grad(module) != flags
+            for module, children, flags in self._modules
+        )
+
+
+def _require_grad(module: nn.Module) -> list[bool]:
+    return [p.requires_grad for p in module._parameters.values() if p is not None]
+
+
 class Pass:
     """One training forward pass."""
 
@@ -135,21 +164,24 @@ class Pass:
             return function(*args)
         if self.graph.plan is None:
             self.begin(function, args)
-        if self.graph.plan.levels[index] == "keep" and not self.counting:
-            return self.run_kept(index, function, args)
-        return self.run_under_hooks(index, function, args)
+        if self.graph.plan.levels[index] == "full" or self.counting:
+            return self.run_under_hooks(index, function, args)
+        return self.run_known(index, function, args)
 
-    def run_kept(self, index: int, function: functools.partial, args: tuple) -> Any:
-        """Runs a kept layer whose bytes are known, or counts them, to see whether they have changed."""
-        fitted = self.fitted
-        nbytes = self.costs[index]["keep"]
+    def run_known(self, index: int, function: functools.partial, args: tuple) -> Any:
+        """Runs a layer whose bytes are known, or counts them, to see whether they have changed."""
+        held, level = self.fitted._held, self.graph.plan.levels[index]
+        nbytes = self.costs[index][level]
         self.keep_shared(function)
-        if index != self.checked:
+        if index == self.checked:
+            held_before = held.bytes
+            out = LayerRun(self.graph, level, self.autocast)(function, *args, device=self.device)
+            self.has_changed = held.bytes - held_before > nbytes
+            return out
+        if level == "keep":
             return run_kept(self.graph, nbytes, self.shared_kept, function, *args)
-        held_before = fitted.held_bytes
-        out = LayerRun(self.graph, "keep", self.autocast, None)(function, *args, device=self.device)
-        self.has_changed = fitted.held_bytes - held_before > nbytes
-        return out
+        known = LayerBytes(self.graph, nbytes, self.shared_kept)
+        return LayerRun(self.graph, level, self.autocast, nbytes=known)(function, *args, device=self.device)
 
     def keep_shared(self, function: functools.partial) -> None:
         """Counts what the layer shares with those before it once."""
@@ -181,13 +213,14 @@ class Pass:
             )
             given = [Storage(s.nbytes(), tuple(x.shape)) for x in tensors(args) for s in storages(x)]
             for name, counted in (sizes.levels | {"full": given}).items():
-                self.fitted._counts.add(self.key(index, name), self.batch, counted, weights)
+                self.fitted._counts.add((*self.kind(index), name), self.batch, counted, weights)
         return out
 
-    def key(self, index: int, level: str) -> Hashable:
+    def kind(self, index: int) -> tuple:
+        """What decides, beside the level and the size of the batch, how much a layer holds."""
         # The first layer saves less where its input has no gradient, as with adapters.
         frozen = index == 0 and not self.input_has_gradient
-        return self.fitted._kinds[index], frozen, self.mode, level
+        return self.fitted._kinds[index], frozen, self.mode
 
     def begin(self, function: functools.partial, args: tuple) -> None:
         """At the first layer: the batch's size is known, and the plan is made."""
@@ -203,13 +236,14 @@ class Pass:
         self.device = hidden.device
         self.autocast = Autocast(hidden.device.type)
         self.input_has_gradient = hidden.requires_grad
-        names = tuple(name for name, value in function.keywords.items() if tensors(value))
-        self.mode = self.autocast.state, hidden.dtype, names
-        if not fitted._kinds:
-            numbers: dict[Hashable, int] = {}
+        by_name = {name: tensors(value) for name, value in function.keywords.items()}
+        self.mode = self.autocast.state, hidden.dtype, tuple(name for name in by_name if by_name[name])
+        if not fitted._kinds or any(structure.has_changed() for structure in fitted._structures):
+            numbers = fitted._numbers
             fitted._kinds = [numbers.setdefault(kind_of(layer), len(numbers)) for layer in fitted._layers]
+            fitted._structures = [Structure(layer) for layer in fitted._layers]
         given = sum(s.nbytes() for x in tensors(args) for s in storages(x))
-        shared = {s._cdata: s.nbytes() for x in shared_by(function) for s in storages(x)}
+        shared = {s._cdata: s.nbytes() for found in by_name.values() for x in found for s in storages(x)}
         self.make_plan(given, sum(shared.values()))
 
     def make_plan(self, given: int, shared: int) -> None:
@@ -222,14 +256,15 @@ class Pass:
         left = fitted.budget - self.held_before
         budget = left // (fitted._most_graphs - others)
         counted = counts.bytes(("shared", self.mode), self.batch)
-        costs = [
-            {level: counts.bytes(self.key(i, level), self.batch) for level in ("full", "cheap", "keep")}
-            for i in range(layers)
-        ]
+        kinds = [self.kind(index) for index in range(layers)]
+        by_kind = {
+            kind: {level: counts.bytes((*kind, level), self.batch) for level in LEVELS} for kind in set(kinds)
+        }
+        costs = [by_kind[kind] for kind in kinds]
         known = (
             not fitted._count_again
             and counted is not None
-            and not any(None in cost.values() for cost in costs)
+            and not any(None in cost.values() for cost in by_kind.values())
         )
         shared = max(shared, counted or 0)
         least = sum(cost["full"] for cost in costs) if known else layers * given
@@ -255,7 +290,7 @@ class Pass:
             levels = ("full",) * layers
             total = least
         self.graph.plan = fitted.last_plan = ActivationPlan(levels, total, budget, self.batch.tokens)
-        keys = [("shared", self.mode), *(self.key(i, "keep") for i in range(layers))]
+        keys = [("shared", self.mode), *((*kind, "keep") for kind in by_kind)]
         sure = known and all(key in counts.rates or (key, self.batch) in counts.exact for key in keys)
         self.counting = fitted._count_again or not sure
         # Some passes count one layer, in turn, if it is kept.
@@ -283,7 +318,7 @@ class Pass:
         held = fitted.held_bytes - self.held_before
         if self.counting:
             fitted._counts.add(("shared", self.mode), self.batch, self.shared.values(), ())
-        # Adapters that were added after the first pass, say.
+        # Dropout that was switched on after the first pass, say.
         fitted._count_again = not self.counting and (self.has_changed or held > plan.bytes)
         if self.counting and held > plan.budget >= plan.bytes:
             # In the first pass the masks of later layers are not known before these run.
@@ -348,20 +383,20 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
     """
     budget = to_bytes(activation_budget)
     if not isinstance(model, nn.Module):
-        raise TypeError(message("model", "a module", type(model).__name__, "pass a model"))
+        raise type_error("model", "a module", type(model).__name__, "pass a model")
     base = base_of(model)
     encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     remedy = "use gradient checkpointing"
     if encoder:
-        raise ValueError(message("model", "a decoder", "an encoder-decoder", remedy))
+        raise value_error("model", "a decoder", "an encoder-decoder", remedy)
     classifies = type(base).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
     if classifies:
-        raise ValueError(message("model", "a language model", type(base).__name__, remedy))
+        raise value_error("model", "a language model", type(base).__name__, remedy)
     backbone = decoder_of(base)
     layers = decoder_layers(backbone)
     if not layers:
         expected = "decoder layers that can be checkpointed (GradientCheckpointingLayer of transformers)"
-        raise ValueError(message("model", expected, f"{type(base).__name__} with none", "leave it as it is"))
+        raise value_error("model", expected, f"{type(base).__name__} with none", "leave it as it is")
     fitted = Fitted(backbone, layers, budget)
     fitted._undo = exchange(backbone, KEY, _forward, fitted, copied=False)
     return fitted
@@ -407,15 +442,11 @@ def _forward(backbone: nn.Module, fitted: Fitted, stock: Callable, *args: Any, *
     if not (backbone.training and torch.is_grad_enabled()):
         return stock(*args, **kwargs)
     if torch.compiler.is_compiling():
-        raise ValueError(
-            message("model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
-        )
+        raise value_error("model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
     given = kwargs.get("past_key_values")
     if given is not None:
         remedy = "train without a cache, and without prefix tuning"
-        raise ValueError(
-            message("past_key_values", "None under an activation budget", type(given).__name__, remedy)
-        )
+        raise value_error("past_key_values", "None under an activation budget", type(given).__name__, remedy)
     if kwargs.get("use_cache") is None and "use_cache" in _arguments(type(backbone)):
         kwargs["use_cache"] = False  # a layer that is run again would add to it twice
     current = Pass(fitted)

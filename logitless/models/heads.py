@@ -3,14 +3,15 @@
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.groups import split_over_vocabulary
 
-# The attribute with the wrapped module, by class of the wrapper. Those of packages that the library does not
-# import are known by name.
+COMPILED = "OptimizedModule"
+# The attribute with the wrapped module, by class of the wrapper. Classes of packages that the library does
+# not import are recognized by name.
 WRAPPERS = {
     "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
+    COMPILED: "_orig_mod",
     "_FabricModule": "module",
     "DeepSpeedEngine": "module",
 }
@@ -27,18 +28,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, nn.Module):
         name = type(model).__name__
         if name == "DataParallel":
-            raise ValueError(message("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS))
+            raise value_error("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS)
         if name == "FullyShardedDataParallel":
             expected = "a model that is sharded by FSDP2, if at all"
-            raise ValueError(message("model", expected, f"FSDP1's {name}", "shard it with fully_shard"))
+            raise value_error("model", expected, f"FSDP1's {name}", "shard it with fully_shard")
         if name not in WRAPPERS:
             break
         model = getattr(model, WRAPPERS[name])
     return model
 
 
-def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model under its wrappers and under PEFT's adapters."""
+def base_of(model: nn.Module, *, keep_compiled: bool = False) -> nn.Module:
+    """The transformers model under its wrappers and under PEFT's adapters.
+
+    With `keep_compiled`, the wrapper of torch.compile around a model without adapters is returned, because
+    the module under it runs uncompiled.
+    """
+    if keep_compiled and type(model).__name__ == COMPILED and not hasattr(model, "get_base_model"):
+        return model
     model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -50,7 +57,7 @@ def find_head(model: nn.Module) -> nn.Module:
     remedy = "pass AutoModelForCausalLM's"
     if not isinstance(found, nn.Module):
         expected = "a causal language model with an LM head"
-        raise ValueError(message("model", expected, type(model).__name__, remedy))
+        raise value_error("model", expected, type(model).__name__, remedy)
     return found
 
 
@@ -72,7 +79,7 @@ def _readable(x: Tensor) -> Tensor:
     if x.device.type == "meta":
         expected = "an LM head on a device"
         remedy = "give it a device of its own in device_map"
-        raise ValueError(message("model", expected, "one that is offloaded", remedy))
+        raise value_error("model", expected, "one that is offloaded", remedy)
     if not hasattr(x, "ds_id"):
         return x
     if x.numel():

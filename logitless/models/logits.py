@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenStatistics
@@ -77,13 +77,13 @@ def deferred(
     """
     if getattr(model, "_is_replica", False):
         got = "nn.DataParallel around the chunked loss"
-        raise ValueError(message("model", "one process per GPU", got, ONE_PROCESS))
+        raise value_error("model", "one process per GPU", got, ONE_PROCESS)
     deferral = deferral_of(model)
     known = deferral.checked or unverified or not torch.compiler.is_compiling()
     if not known:
         remedy = "run one step uncompiled, or pass unverified=True"
-        raise ValueError(
-            message("model", "a head that was checked before it is compiled", "an unchecked one", remedy)
+        raise value_error(
+            "model", "a head that was checked before it is compiled", "an unchecked one", remedy
         )
     deferral.asked = True
     deferral.seen = False
@@ -96,7 +96,7 @@ def deferred(
     if not deferral.seen:
         expected = "a forward pass that calls the module of get_output_embeddings()"
         remedy = "its logits were computed elsewhere; compute its loss without logitless"
-        raise ValueError(message("model", expected, type(model).__name__, remedy))
+        raise value_error("model", expected, type(model).__name__, remedy)
 
 
 def _answer(

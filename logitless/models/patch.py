@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
-from logitless.errors import message, warn
+from logitless.errors import value_error, warn
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferral_of, deferred, undeferred
@@ -99,7 +99,7 @@ def checked_patch(model: nn.Module, logits_budget: int | None, *, unverified: bo
     remedy = "pass AutoModelForCausalLM's"
     names = list(inspect.signature(base.forward).parameters)
     if "labels" not in names:
-        raise ValueError(message("model", "a forward pass that takes labels", type(base).__name__, remedy))
+        raise value_error("model", "a forward pass that takes labels", type(base).__name__, remedy)
     patch = Patch(base, logits_budget, unverified, names.index("labels"))
     with answering(head, patch.deferral):
         _check(patch, head)
@@ -121,7 +121,7 @@ def _forward(model: nn.Module, patch: Patch, stock: Callable, *args: Any, **kwar
     as_dict = kwargs.get("return_dict")
     if as_dict not in (None, True):
         remedy = "its output has no logits to place"
-        raise ValueError(message("return_dict", "True for a labelled call", as_dict, remedy))
+        raise value_error("return_dict", "True for a labelled call", as_dict, remedy)
     kwargs["return_dict"] = True
     with deferred(model, patch.logits_budget, unverified=patch.unverified) as deferral:
         out = stock(*args, **kwargs)
@@ -139,7 +139,7 @@ def _check(patch: Patch, head: nn.Module) -> None:
         offloaded = "_hf_hook" in head.__dict__
         remedy = "give it a device of its own in device_map"
         if offloaded:
-            raise ValueError(message("model", "an LM head on a device", "one that is offloaded", remedy))
+            raise value_error("model", "an LM head on a device", "one that is offloaded", remedy)
         return
     check_head(head, head.forward, view.weight[:1])
     patch.deferral.checked = True
@@ -164,4 +164,4 @@ def check_trainer_arguments(args: Any) -> None:
     """
     smoothing = getattr(args, "label_smoothing_factor", 0)
     if smoothing:
-        raise ValueError(message("label_smoothing_factor", "0 with a patched model", smoothing, REMEDY))
+        raise value_error("label_smoothing_factor", "0 with a patched model", smoothing, REMEDY)

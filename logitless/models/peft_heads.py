@@ -6,7 +6,7 @@ from torch import nn
 
 from logitless.engine import head_view
 from logitless.engine.head_view import HeadView, LowRank
-from logitless.errors import message
+from logitless.errors import value_error
 
 REMEDY = "remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']"
 
@@ -40,12 +40,10 @@ def _active(head: Any) -> list[str]:
     names = [] if off else [name for name in head.active_adapters if name in head.lora_A]
     found += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
     if found:
-        raise ValueError(
-            message("model", "no adapter but plain LoRA on the LM head", ", ".join(found), REMEDY)
-        )
+        raise value_error("model", "no adapter but plain LoRA on the LM head", ", ".join(found), REMEDY)
     partitioned = any(hasattr(x, "ds_id") for x in head.parameters()) and bool(names)
     if partitioned:
         expected = "an LM head without an adapter under DeepSpeed ZeRO-3"
         got = "LoRA, untested there"
-        raise ValueError(message("model", expected, got, REMEDY))
+        raise value_error("model", expected, got, REMEDY)
     return names

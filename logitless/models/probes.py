@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import view_of
 from logitless.engine.operands import SplitHead
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.groups import is_dtensor
 
 # Of the logits in the probe of a head: enough that a forgotten adapter, bias or mask shows.
@@ -63,9 +63,7 @@ def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Ten
     if not error <= most:  # also where it is nan
         expected = f"logits that differ by at most {most:.2g}"
         remedy = "compute its loss without logitless"
-        raise ValueError(
-            message("model", f"{expected} from those of its head's parameters", f"{error:.2g}", remedy)
-        )
+        raise value_error("model", f"{expected} from those of its head's parameters", f"{error:.2g}", remedy)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,7 +90,7 @@ def check_call(model: nn.Module, forward: Callable[..., Any], deferred: Callable
         try:
             theirs = forward(input_ids=ids, labels=ids).loss.item()
         except Exception as error:
-            # It wants pixels, or ids of its own: anything may come of that.
+            # A model that needs pixels or special ids may raise any exception.
             return f"{type(error).__name__}: {error}"
         ours = deferred(input_ids=ids, labels=ids).loss.item()
     if not math.isfinite(theirs):
@@ -101,5 +99,5 @@ def check_call(model: nn.Module, forward: Callable[..., Any], deferred: Callable
     if not abs(ours - theirs) <= most:  # also where it is nan
         expected = f"the model's own loss {theirs:.6g}"
         remedy = "compute its loss without logitless"
-        raise ValueError(message("model", expected, f"{ours:.6g}", remedy))
+        raise value_error("model", expected, f"{ours:.6g}", remedy)
     return None

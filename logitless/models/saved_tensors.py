@@ -3,14 +3,14 @@
 A layer runs under hooks of autograd (`torch.autograd.graph.saved_tensors_hooks`). In the place of each tensor
 that an operator saves, the hook hands autograd one of these:
 
-    the tensor     a parameter or a view of one: nothing is held that would not be there anyway
     Kept           the tensor; its storage is counted until the object dies
-    KeptLayer      the first tensor of a kept layer; the known bytes of the layer are counted until it dies
+    a tuple        the tensor, its version, and LayerBytes where the bytes of the layer are known: these are
+                   counted until the last such tuple dies. A parameter, or a view of one, is not counted
     FromRecipe     nothing; a fused operator's output, made again from what that operator saves ("cheap")
     FromLayer      nothing; the whole layer is run again from its inputs ("full")
 
-Hooks cost host time for each saved tensor. Where the bytes of a kept layer are known, its hooks are removed
-after the first tensor.
+Hooks cost host time for each saved tensor. Where the bytes of a layer are known, its storages are not counted
+again, and hooks of a kept layer are removed after the first tensor.
 
 All of them check, as autograd does without hooks, that no operation in place has changed a tensor meanwhile.
 """
@@ -108,39 +108,29 @@ class Kept:
         self.keys = [graph.held.add(storage) for storage in storages(x)]
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(CHANGED.format(tuple(self.tensor.shape), self.tensor._version, self.version))
-        return self.tensor
+        return unpack((self.tensor, self.version, None))
 
     def __del__(self) -> None:
         for key in getattr(self, "keys", ()):
             self.graph.held.remove(key)
 
 
-class KeptLayer:
-    """The first tensor that a layer saves, and the bytes of all that it saves.
+class LayerBytes:
+    """The known bytes of a layer, counted as long as anything that the layer has saved refers to them."""
 
-    The backward pass of the layer ends at the operator that saved this tensor; autograd frees it there.
-    """
+    __slots__ = ("bytes", "graph", "shared")
 
-    __slots__ = ("bytes", "graph", "shared", "tensor", "version")
-
-    def __init__(self, graph: Graph, x: Tensor, nbytes: int, shared: Sequence[Kept]) -> None:
-        self.tensor = x.detach()
-        self.version = None if is_parameter(x) else x._version
+    def __init__(self, graph: Graph, nbytes: int, shared: Sequence[Kept]) -> None:
         self.bytes = nbytes
         self.shared = shared
         self.graph = graph
         graph.held.change(nbytes)
 
-    def get(self) -> Tensor:
-        if self.version is not None and self.tensor._version != self.version:
-            raise RuntimeError(CHANGED.format(tuple(self.tensor.shape), self.tensor._version, self.version))
-        return self.tensor
+    def keep(self, x: Tensor) -> tuple[Tensor, int, "LayerBytes"]:
+        return x.detach(), x._version, self
 
     def __del__(self) -> None:
-        if hasattr(self, "graph"):
-            self.graph.held.change(-self.bytes)
+        self.graph.held.change(-self.bytes)
 
 
 def storages(x: Tensor) -> list[torch.UntypedStorage]:
@@ -156,7 +146,12 @@ def is_parameter(x: Tensor) -> bool:
 
 
 def unpack(saved: Any) -> Any:
-    return saved if saved is None or isinstance(saved, Tensor) else saved.get()
+    if type(saved) is not tuple:
+        return saved if saved is None or isinstance(saved, Tensor) else saved.get()
+    x, version, _ = saved
+    if x._version != version:
+        raise RuntimeError(CHANGED.format(tuple(x.shape), x._version, version))
+    return x
 
 
 class Autocast:
@@ -180,16 +175,28 @@ class Autocast:
 # --- A fused operator's outputs
 
 
+class Output:
+    """An output of a fused operator: its storage and what can be told from it."""
+
+    __slots__ = ("dtype", "is_contiguous", "is_whole", "numbers", "storage")
+
+    def __init__(self, x: Tensor) -> None:
+        # Until the layer has run, so that no other storage takes its address.
+        self.storage = x.untyped_storage()
+        self.dtype = x.dtype
+        self.is_contiguous = x.is_contiguous()
+        self.numbers = x.numel()
+        # The whole storage is made, from its first number on.
+        self.is_whole = self.storage.nbytes() == self.numbers * x.element_size()
+
+
 class Recipe:
     """Outputs of a fused operator that are made again, once for all that use them."""
 
-    def __init__(self, outputs: Sequence[Tensor | None], make: Callable, inputs: Sequence[Any]) -> None:
-        # Until the layer has run, so that no other storage takes the address of one of these.
-        self.outputs = [None if x is None else x.detach() for x in outputs]
+    def __init__(self, make: Callable, inputs: Sequence[Any]) -> None:
         self.make = make
-        self.inputs = [None if x is None else x.detach() for x in inputs]
+        self.inputs = inputs
         self.versions = [None if x is None else x._version for x in inputs]
-        self.parameters = [x is not None and is_parameter(x) for x in inputs]
         self.uses = self.left = 0
         self.made: Sequence[Tensor | None] | None = None
 
@@ -200,13 +207,9 @@ class Recipe:
     def dropped(self, run: "LayerRun") -> None:
         """An output is dropped: the inputs must stay, or have a recipe themselves."""
         self.uses += 1
-        if self.uses > 1:
-            return
-        self.graph, self.autocast = run.graph, run.autocast
-        self.inputs = [
-            x if x is None or parameter else run.pack_cheap(x)
-            for x, parameter in zip(self.inputs, self.parameters)
-        ]
+        if self.uses == 1:
+            self.graph, self.autocast = run.graph, run.autocast
+            self.inputs = [x if x is None else run.pack_cheap(x) for x in self.inputs]
 
     def get(self, index: int) -> Tensor:
         if self.made is None:
@@ -237,38 +240,42 @@ class Recipes:
     """What the fused operators of a layer have returned, while the layer runs."""
 
     def __init__(self) -> None:
-        self.by_storage: dict[int, tuple[Recipe, int]] = {}
-        self.by_node: dict[tuple[object, int], tuple[Recipe, int]] = {}
+        self.by_storage: dict[int, tuple[Recipe, int, Output]] = {}
+        self.by_node: dict[tuple[object, int], tuple[Recipe, int, Output]] = {}
+        self.dtypes: set[torch.dtype] = set()
 
     def add(self, node: object, outputs: Sequence, make: Callable, inputs: Sequence) -> None:
-        recipe = Recipe(outputs, make, inputs)
+        recipe = Recipe(make, inputs)
         for index, x in enumerate(outputs):
             if x is not None and type(x) is Tensor:
-                self.by_storage[x.untyped_storage()._cdata] = recipe, index
-                self.by_node[node, index] = recipe, index
+                output = Output(x)
+                entry = recipe, index, output
+                self.by_storage[output.storage._cdata] = self.by_node[node, index] = entry
+                self.dtypes.add(x.dtype)
 
     def find(self, x: Tensor) -> tuple[Recipe, int] | None:
         """The recipe of a tensor that is an operator's output, a view of it, or autocast's copy of it."""
-        if type(x) is not Tensor or x._version != 0:
+        if type(x) is not Tensor:
             return None
         found = self.by_storage.get(x.untyped_storage()._cdata)
-        copied = found is None
-        if copied:
-            found = self.by_node.get(_copied_from(x))
-        if found is None or not found[0].is_valid():
+        if found is None:
+            # A copy has another dtype than the output that it was made of.
+            return None if self.dtypes <= {x.dtype} else self._find_source(x)
+        recipe, index, output = found
+        same = x.dtype == output.dtype and output.is_whole and x._version == 0
+        return (recipe, index) if same and recipe.is_valid() else None
+
+    def _find_source(self, x: Tensor) -> tuple[Recipe, int] | None:
+        """The recipe of the output of which x is a copy in another dtype, or a view of such a copy."""
+        found = self.by_node.get(_copied_from(x))
+        if found is None or x._version != 0:
             return None
-        output = found[0].outputs[found[1]]
-        numbers = output.untyped_storage().nbytes() // output.element_size()
-        # The whole storage is made, from its first number on.
-        if output.numel() != numbers or x.untyped_storage().nbytes() != numbers * x.element_size():
-            return None
-        same = output.is_contiguous() if copied else x.dtype == output.dtype
-        return found if same else None
+        recipe, index, output = found
+        whole = output.is_whole and x.untyped_storage().nbytes() == output.numbers * x.element_size()
+        return (recipe, index) if whole and output.is_contiguous and recipe.is_valid() else None
 
     def close(self) -> None:
         """The layer has run: only what its saved tensors need stays."""
-        for recipe, _ in self.by_storage.values():
-            recipe.outputs = None
         self.by_storage.clear()
         self.by_node.clear()
 
@@ -392,17 +399,28 @@ class RandomState:
 
 
 class LayerRun:
-    """The forward pass of one layer at one level, under hooks."""
+    """The forward pass of one layer at one level, under hooks.
 
-    def __init__(self, graph: Graph, level: str, autocast: Autocast, sizes: "Sizes | None") -> None:
+    Without `nbytes`, the known bytes of the layer, storages are counted one by one.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        level: str,
+        autocast: Autocast,
+        sizes: "Sizes | None" = None,
+        nbytes: LayerBytes | None = None,
+    ) -> None:
         self.graph = graph
         self.level = level
         self.autocast = autocast
         self.sizes = sizes
+        self.keep = self._count if nbytes is None else nbytes.keep
         self.recipes = Recipes() if level == "cheap" or sizes is not None else None
 
     def __call__(self, function: functools.partial, *args: Any, device: torch.device) -> Any:
-        pack = {"keep": self._keep, "cheap": self.pack_cheap}.get(self.level)
+        pack = {"keep": self.keep, "cheap": self.pack_cheap}.get(self.level)
         if pack is None:
             pack = LayerAgain(self.graph, function, args, device).pack
         hook = pack if self.sizes is None else functools.partial(self._measure, pack)
@@ -414,17 +432,15 @@ class LayerRun:
             # Autograd keeps the hook, and so all that this object holds.
             if self.recipes is not None:
                 self.recipes.close()
-            self.recipes = self.sizes = None
+            self.recipes = self.sizes = self.keep = None
 
-    def _keep(self, x: Tensor) -> Any:
-        return x.detach() if is_parameter(x) else Kept(self.graph, x)
+    def _count(self, x: Tensor) -> Any:
+        return (x.detach(), x._version, None) if is_parameter(x) else Kept(self.graph, x)
 
     def pack_cheap(self, x: Tensor) -> Any:
-        if is_parameter(x):
-            return x.detach()
         found = self.recipes.find(x)
         if found is None:
-            return Kept(self.graph, x)
+            return self.keep(x)
         recipe, index = found
         recipe.dropped(self)
         return FromRecipe(recipe, index, x)
@@ -438,12 +454,15 @@ class LayerRun:
 def run_kept(
     graph: Graph, nbytes: int, shared: Sequence[Kept], function: functools.partial, *args: Any
 ) -> Any:
-    """The forward pass of a kept layer that is known to hold `nbytes`, and `shared` with other layers."""
+    """The forward pass of a kept layer that is known to hold `nbytes`, and `shared` with other layers.
 
-    def pack(x: Tensor) -> KeptLayer:
+    The backward pass of the layer ends at the operator that saved the first tensor; autograd frees it there.
+    """
+
+    def pack(x: Tensor) -> tuple:
         # Autograd calls the innermost hooks: these are the ones that are removed.
         hooks.close()
-        return KeptLayer(graph, x, nbytes, shared)
+        return LayerBytes(graph, nbytes, shared).keep(x)
 
     with ExitStack() as hooks:
         hooks.enter_context(saved_tensors_hooks(pack, unpack))
@@ -472,9 +491,10 @@ class Sizes:
         elif found[0] not in self._made:
             recipe = found[0]
             self._made.add(recipe)
-            for tensor, parameter in zip(recipe.inputs, recipe.parameters):
-                if tensor is not None and not parameter:
-                    self._saved_cheap(unpack(tensor), recipes)
+            for packed in recipe.inputs:
+                tensor = unpack(packed)
+                if tensor is not None and not is_parameter(tensor):
+                    self._saved_cheap(tensor, recipes)
 
     def _count(self, level: str, x: Tensor) -> None:
         for storage in storages(x):

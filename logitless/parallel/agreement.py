@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from logitless.errors import message
+from logitless.errors import value_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,7 +47,7 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
         except RuntimeError:
             expected = f"call number {number + 1} from all ranks {members} of {name}"
             got = f"none from rank {member} within {PATIENCE:.0f} s"
-            raise ValueError(message(name, expected, got, REMEDY)) from None
+            raise value_error(name, expected, got, REMEDY) from None
         found[member] = json.loads(store.get(key))
     if number > 1:  # all ranks that made call n - 1 have read the facts of call n - 2
         store.delete_key(f"{place}/{number - 2}/{rank}")
@@ -62,7 +62,7 @@ def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
         alike = all(value == first.get(fact) for value in values.values())
         if not alike:
             got = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
-            raise ValueError(message(fact, f"the same on all ranks of {name}", got, REMEDY))
+            raise value_error(fact, f"the same on all ranks of {name}", got, REMEDY)
 
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
@@ -72,5 +72,5 @@ def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: 
         got = f"the same numbers on ranks {known.get(str(part))} and {rank}"
         fresh = part is None or str(part) not in known
         if not fresh:
-            raise ValueError(message(fact, f"another part on every rank of {name}", got, remedy))
+            raise value_error(fact, f"another part on every rank of {name}", got, remedy)
         known[str(part)] = rank

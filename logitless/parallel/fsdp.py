@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -56,13 +56,11 @@ def mean_factor(name: str, x: "DTensor") -> float:
         factors = {_factor_of(name, group, x.dtype) for group in _groups_of(x)}
     except (ImportError, AttributeError) as error:
         got = f"that of torch {torch.__version__} ({error})"
-        raise ValueError(
-            message(name, "a parameter of an FSDP2 whose state is known", got, GATHER)
-        ) from error
+        raise value_error(name, "a parameter of an FSDP2 whose state is known", got, GATHER) from error
     if len(factors) >= 2:
         expected = "parameters with one gradient divide factor"
         got = f"factors {sorted(factors)} of the mean"
-        raise ValueError(message(name, expected, got, "give their modules the same factor"))
+        raise value_error(name, expected, got, "give their modules the same factor")
     return factors.pop() if factors else 1.0
 
 
@@ -112,7 +110,7 @@ def _factor_of(name: str, group: "FSDPParamGroup", dtype: torch.dtype) -> float:
     expected = "a parameter without an all-reduce hook of FSDP2"
     remedy = f"its gradient would pass the hook by; {GATHER}"
     if group._all_reduce_hook is not None:
-        raise ValueError(message(name, expected, "one with a hook", remedy))
+        raise value_error(name, expected, "one with a hook", remedy)
     divisor = group.gradient_divide_factor
     if divisor is None:
         return 1.0
@@ -127,7 +125,7 @@ def _factor_of(name: str, group: "FSDPParamGroup", dtype: torch.dtype) -> float:
     twice = shards == 1 and divides_apart and divisor != 1.0
     if twice:
         expected = "a gradient divide factor of None or 1.0 on replicas that are not sharded"
-        raise ValueError(
-            message(name, expected, f"{divisor}, by which FSDP2 divides twice", "divide the loss instead")
+        raise value_error(
+            name, expected, f"{divisor}, by which FSDP2 divides twice", "divide the loss instead"
         )
     return shards * replicas / divisor

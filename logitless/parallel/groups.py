@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.parallel.fsdp import as_fsdp_reduces
 
 if TYPE_CHECKING:
@@ -24,21 +24,19 @@ def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: T
         names = () if mesh is None else mesh.mesh_dim_names or ()
         if given not in names:
             expected = f"a dimension of weight's device mesh, one of {names}"
-            raise ValueError(message(name, expected, repr(given), "or pass a ProcessGroup"))
+            raise value_error(name, expected, repr(given), "or pass a ProcessGroup")
         return mesh.get_group(given)
     if isinstance(given, dist.DeviceMesh):
         if given.ndim != 1:
-            raise ValueError(
-                message(
-                    name, "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name"
-                )
+            raise value_error(
+                name, "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name"
             )
         return given.get_group()
     if not isinstance(given, dist.ProcessGroup):
         kinds = "a ProcessGroup, a DeviceMesh or the name of a mesh dimension"
         kind = type(given).__name__
         remedy = "pass one of them, of which this rank is a member"
-        raise TypeError(message(name, kinds, kind, remedy))
+        raise type_error(name, kinds, kind, remedy)
     return given
 
 
@@ -91,7 +89,7 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
     quantized = isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)
     if quantized:
         remedy = "dequantize it before the call"
-        raise TypeError(message(name, "a dense tensor or a DTensor", type(x).__name__, remedy))
+        raise type_error(name, "a dense tensor or a DTensor", type(x).__name__, remedy)
     return x
 
 
@@ -104,7 +102,7 @@ def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
     kinds = ["a DTensor" if is_dtensor(each) else "a plain tensor" for each in (x, weight)]
     found, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))
     if found != expected:
-        raise ValueError(message(name, f"{expected} with tp_group", found, "shard both heads alike"))
+        raise value_error(name, f"{expected} with tp_group", found, "shard both heads alike")
 
 
 def whole(x: Tensor) -> Tensor:
@@ -129,15 +127,13 @@ def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
     mesh = x.device_mesh
     at = next((dim for dim in range(mesh.ndim) if mesh.get_group(dim).group_name == group.group_name), None)
     if at is None:
-        raise ValueError(
-            message(
-                "tp_group", f"a group of {name}'s device mesh {mesh}", group.group_name, "name its dimension"
-            )
+        raise value_error(
+            "tp_group", f"a group of {name}'s device mesh {mesh}", group.group_name, "name its dimension"
         )
     sharded = x.placements[at] == Shard(0)
     remedy = "shard the head by rows, or leave tp_group out"
     if not sharded:
-        raise ValueError(message(name, "Shard(0) on the dimension of tp_group", x.placements[at], remedy))
+        raise value_error(name, "Shard(0) on the dimension of tp_group", x.placements[at], remedy)
     placed = [Shard(0) if dim == at else Replicate() for dim in range(mesh.ndim)]
     grads = [Shard(0) if dim == at else Partial("avg") for dim in range(mesh.ndim)]
     return x.redistribute(placements=placed).to_local(grad_placements=grads)

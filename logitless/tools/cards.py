@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 
 GIB = 2**30
 
@@ -47,7 +47,7 @@ CARDS = {
 def card_of(card: str | None, memory: int | None) -> Card | None:
     """The card that is asked for by name, by its memory in bytes or by both; None if by neither.
 
-    Memory alone stands for a GPU with the portable Triton kernels and none for its own generation.
+    Memory alone describes a GPU that runs the portable Triton kernels and has none for its generation.
     """
     if card is not None:
         check_choice("card", card, CARDS)
@@ -55,5 +55,5 @@ def card_of(card: str | None, memory: int | None) -> Card | None:
         return None if card is None else CARDS[card]
     if memory < GIB:
         remedy = "pass bytes, such as 80 * 2**30; 80GiB on the command line"
-        raise ValueError(message("memory", "at least 1 GiB in bytes", memory, remedy))
+        raise value_error("memory", "at least 1 GiB in bytes", memory, remedy)
     return Card("GPU", memory, 0) if card is None else CARDS[card]._replace(memory=memory)

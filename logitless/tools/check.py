@@ -15,7 +15,7 @@ from logitless.engine.function import CallResult, Mode, replaced, run_calls
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.losses.base import LinearLoss
 from logitless.losses.inputs import HeadWeight
 from logitless.tools.leaves import Leaves, flat
@@ -93,7 +93,7 @@ def check(
     they require one when given; their `grad` and the state of the random number generators stay as they are.
 
     Args:
-        loss: what is checked; without tp_group and cp_group.
+        loss: the loss to check; without tp_group and cp_group.
         hidden: as in a call of the loss; at most 1 GiB of logits in fp64, 8 * tokens * V bytes.
         weight: as in a call of the loss: a head, or a module of heads.
         targets: as in a call of the loss; short sequences with some ignored tokens show most.
@@ -109,16 +109,16 @@ def check(
     own = is_dataclass(loss) and hasattr(loss, "logits_budget")
     got = type(loss).__name__
     if not own:
-        raise TypeError(message("loss", "a loss", got, "pass an object such as CrossEntropyLoss()"))
+        raise type_error("loss", "a loss", got, "pass an object such as CrossEntropyLoss()")
     remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
     for name in ("tp_group", "cp_group"):
         if getattr(loss, name) is not None:
-            raise ValueError(message(name, "None in a check", getattr(loss, name), remedy))
+            raise value_error(name, "None in a check", getattr(loss, name), remedy)
     given = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
     into = given.get("accumulate_into")
     remedy = "leave it out, and let the weight require a gradient"
     if into is not None:
-        raise ValueError(message("accumulate_into", "None in a check", type(into).__name__, remedy))
+        raise value_error("accumulate_into", "None in a check", type(into).__name__, remedy)
     device = next((x.device for x in flat(given) if isinstance(x, Tensor)), torch.device("cpu"))
     with _undisturbed(device):
         whole = Passes()
@@ -129,7 +129,7 @@ def check(
         several = any(plan.chunks > 1 or plan.replay is not None for plan in cut.plans)
         if not several:
             remedy = "give a batch that can be cut"
-            raise ValueError(message("targets", "at least 2 supervised tokens", "fewer", remedy))
+            raise value_error("targets", "at least 2 supervised tokens", "fewer", remedy)
         naive = _run(loss, given, Oracle())
         wide = replace(loss, accum_dtype=None, logits_dtype=None)
         with torch.autocast(device.type, enabled=False):
@@ -161,7 +161,7 @@ class Passes:
         remedy = "check fewer tokens"
         if size > MOST_LOGITS:
             got = f"{size / 2**30:.1f} GiB"
-            raise ValueError(message("hidden", "at most 1 GiB of logits in fp64", got, remedy))
+            raise value_error("hidden", "at most 1 GiB of logits in fp64", got, remedy)
         for call in unpack(*pack(heads)):
             self.cutting_budget = min(self.cutting_budget, _cutting_budget(call))
             self.dtype = call.dtype
@@ -177,7 +177,7 @@ def _cutting_budget(call: HeadCall) -> int:
     purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
     usable = budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
-    # What is fixed depends on the budget, up to a quarter of it.
+    # The fixed temporaries depend on the budget, and take up to a quarter of it.
     for _ in range(3):
         budget = usable + costs(budget).fixed_bytes
     return budget
@@ -194,7 +194,7 @@ class Result:
 
 
 def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wide: bool = False) -> Result:
-    """Call the loss on leaves of its own; with `wide`, in fp64."""
+    """Call the loss on new leaves; with `wide`, in fp64."""
     leaves = Leaves(wide)
     hidden, weight, targets, *_ = made = [leaves.made(name, x) for name, x in given.items()]
     inputs = dict(list(zip(given, made, strict=True))[3:])
@@ -224,7 +224,7 @@ def _upstream(value: Tensor) -> Tensor:
 def _compared(results: Mapping[str, Result], naive: Result, truth: Result, dtype: torch.dtype) -> CheckReport:
     errors: dict[str, float] = {}
     allowed: dict[str, float] = {}
-    # Of fp64 operands the truth itself is no better than what is checked.
+    # For fp64 operands the oracle is as accurate as the loss that is checked.
     slack = torch.finfo(dtype).eps ** 0.5
     least = slack if dtype == torch.float64 else 0.0
     for how, result in results.items():

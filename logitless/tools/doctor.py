@@ -1,4 +1,4 @@
-"""`python -m logitless doctor`: what is installed, which kernels run here, and whether losses are correct."""
+"""`python -m logitless doctor`: versions, the kernels that run here, and whether losses are correct."""
 
 import platform
 from importlib import metadata

@@ -22,7 +22,7 @@ from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_dlogp_dhidden, plan_for
 from logitless.engine.plan import MIB, Kind, Pass, Plan
 from logitless.engine.sampling_mask import SamplingMask
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.kernels import planned_for
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss, SpeculatorLoss
 from logitless.losses.base import LinearLoss
@@ -157,38 +157,36 @@ def estimate(
     sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
     for name, size in sizes.items():
         if size is not None and size <= 0:
-            raise ValueError(message(name, "a positive number", size, "give the size of the call"))
+            raise value_error(name, "a positive number", size, "give the size of the call")
     if not dtype.is_floating_point:
         remedy = "pass that of hidden states and head"
-        raise ValueError(message("dtype", "a floating-point dtype", dtype, remedy))
+        raise value_error("dtype", "a floating-point dtype", dtype, remedy)
     several = isinstance(loss, MedusaLoss | MultiTokenLoss)
     got = repr(heads)
     if (heads is not None) != several:
         expected = "how many heads there are beside the model's own" if several else "None for one head"
-        raise ValueError(message("heads", expected, got, "they are of Medusa and MultiToken losses"))
+        raise value_error("heads", expected, got, "they are of Medusa and MultiToken losses")
     known = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
     if not known:
-        raise ValueError(
-            message("teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
+        raise value_error(
+            "teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher"
         )
     speculates = isinstance(loss, SpeculatorLoss)
     if (steps is not None) != speculates:
         expected = "how many steps the draft has" if speculates else "None but for a SpeculatorLoss"
-        raise ValueError(message("steps", expected, steps, "they are of its call"))
+        raise value_error("steps", expected, steps, "they are of its call")
     packed = inputs.get("cu_seqlens")
     alone = packed is None or sequences is None
     if not alone:
-        raise ValueError(
-            message(
-                "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are"
-            )
+        raise value_error(
+            "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are"
         )
     gpu = card_of(card, memory)
     if gpu is None:
         device = _device(device)
     elif device is not None:
         remedy = "name the device or the card"
-        raise ValueError(message("device", "None beside card or memory", device, remedy))
+        raise value_error("device", "None beside card or memory", device, remedy)
     else:
         loss = _with_budget_of(gpu, loss)
         device = torch.device("cpu")
@@ -196,7 +194,7 @@ def estimate(
     expected = f"a multiple of {count} sequences"
     whole = packed is not None or tokens % count == 0
     if not whole:
-        raise ValueError(message("tokens", expected, tokens, "count the padding, or pass cu_seqlens"))
+        raise value_error("tokens", expected, tokens, "count the padding, or pass cu_seqlens")
     shape = (tokens,) if packed is not None else (count, tokens // count)
 
     # Loads more of torch than importing the library may.
@@ -249,19 +247,19 @@ def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
     remedy = "pass an object such as CrossEntropyLoss(), or linear_logprobs"
     ours = callable(loss) and not isinstance(loss, type)
     if not ours:
-        raise TypeError(message("loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy))
+        raise type_error("loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy)
     options = getattr(loss, "keywords", None)  # a dict where the loss is a functools.partial
     options = options if isinstance(options, dict) else {}
     for name in ("tp_group", "cp_group"):
         group = getattr(loss, name, options.get(name))
         remedy = "estimate a rank's share: its rows of the head, or its tokens"
         if group is not None:
-            raise ValueError(message(name, "None in an estimate", group, remedy))
+            raise value_error(name, "None in an estimate", group, remedy)
     for name in REFUSED:
         absent = name not in inputs
         remedy = "leave it out"
         if not absent:
-            raise ValueError(message(name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy))
+            raise value_error(name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
 
 
 def _with_budget_of(card: Card, loss: Callable) -> Callable:
@@ -281,9 +279,7 @@ def _device(given: torch.device | str | None) -> torch.device:
     except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
         there = False
     if not there:
-        raise ValueError(
-            message("device", "a device of this machine", given, "estimate where the call will run")
-        )
+        raise value_error("device", "a device of this machine", given, "estimate where the call will run")
     return device
 
 
@@ -336,7 +332,7 @@ class _Planner:
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
+                self.plan = plan_for(call, rows, purpose, len(heads), fp32_d_weight=several)
             self.planned.append((call, self.plan, purpose))
         if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
@@ -385,7 +381,7 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
         several = len(solved) > 1
-        dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
+        dtypes = sum_dtypes(call, multi_head=several, fp32_d_weight=several or plan.chunks > 1)
         sums = []
         if call.needs.weight:
             sums.append((call.weight.numel(), dtypes.weight))

@@ -37,7 +37,7 @@ class Leaves:
             inner = [self.made(f"{name}[{i}]", inner) for i, inner in enumerate(x)]
             return type(x)(*inner) if hasattr(x, "_fields") else type(x)(inner)
         if isinstance(x, (Tensor, nn.Module)):
-            # What is given twice is one tensor, with one gradient.
+            # A tensor that is passed twice becomes one leaf, with one gradient.
             if id(x) not in self._known:
                 self._known[id(x)] = self._leaf(name, x) if isinstance(x, Tensor) else self._module(x)
             return self._known[id(x)]

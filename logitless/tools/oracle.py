@@ -197,9 +197,9 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
         "lse": lse,
         "lse_residual": torch.zeros_like(lse),
         "entropy": -(log_p.exp() * finite).sum(-1),
+        "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
         "sum_logits": z.sum(-1) if weights is None else z @ weights.to(z.dtype),
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
         "predictions": z.argmax(-1),
     }
     return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in found.items()}

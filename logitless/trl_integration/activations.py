@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.exchange import withdraw
 from logitless.models import fit_activations
 from logitless.models.activations import KEY, Fitted
@@ -35,34 +35,34 @@ def check_options(trainer: Any) -> None:
     beside = "False with an activation_budget"
     if offloads:
         remedy = "both decide what saved tensors become: leave one of them out"
-        raise ValueError(message("activation_offloading", beside, offloads, remedy))
+        raise value_error("activation_offloading", beside, offloads, remedy)
     if args.torch_compile:
         option = "torch._functorch.config.activation_memory_budget"
         remedy = f"Inductor decides what is saved, by {option}: leave one out"
-        raise ValueError(message("torch_compile", beside, args.torch_compile, remedy))
+        raise value_error("torch_compile", beside, args.torch_compile, remedy)
     kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
     asked = {name: kwargs[name] for name in ("use_reentrant", *KWARGS) if kwargs.get(name)}
     expected = f"none of {', '.join(asked)} with an activation_budget"
     remedy = "the budget decides: leave it out"
     if asked:
-        raise ValueError(message("gradient_checkpointing_kwargs", expected, asked, remedy))
+        raise value_error("gradient_checkpointing_kwargs", expected, asked, remedy)
     sharding = getattr(args, "fsdp_config", None) or {}
     twice = sharding.get("activation_checkpointing", False)
     if twice:
         remedy = "layers would be run again twice: leave it out"
-        raise ValueError(
-            message("fsdp_config", "activation_checkpointing=False with an activation_budget", twice, remedy)
+        raise value_error(
+            "fsdp_config", "activation_checkpointing=False with an activation_budget", twice, remedy
         )
     state = trainer.accelerator.state
     fsdp = getattr(state, "fsdp_plugin", None)
     first = fsdp is not None and getattr(fsdp, "fsdp_version", 2) == 1
     remedy = "shard with FSDP2, or use gradient_checkpointing"
     if first:
-        raise ValueError(message("fsdp_version", "2 with an activation_budget", 1, remedy))
+        raise value_error("fsdp_version", "2 with an activation_budget", 1, remedy)
     deepspeed = getattr(state, "deepspeed_plugin", None)
     stage = getattr(deepspeed, "zero_stage", 0)
     if stage == 3:
-        raise ValueError(message("zero_stage", "at most 2 with an activation_budget", stage, remedy))
+        raise value_error("zero_stage", "at most 2 with an activation_budget", stage, remedy)
 
 
 def fit(trainer: Any, activation_budget: int | str) -> Callable[[], None]:
@@ -103,7 +103,7 @@ def _explain_errors(trainer: Any, fitted: Fitted) -> Callable[[], None]:
     def undo() -> None:
         nonlocal on
         on = False
-        # What was put on top of it meanwhile goes on calling it, and it does nothing of its own any more.
+        # A function that was put on top of it in between still calls it; it then only calls the original.
         if trainer.__dict__.get("training_step") is training_step:
             if had:
                 trainer.__dict__["training_step"] = stock

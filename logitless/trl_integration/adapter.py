@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.losses.base import LossOutput
 from logitless.models import heads
 from logitless.models.logits import Deferral
@@ -173,7 +173,7 @@ class ChunkedLoss:
             if own:
                 remedy = "train without the chunked loss, or leave that method as it is"
                 found = getattr(stock, "__qualname__", repr(stock))
-                raise ValueError(message(name, f"TRL's own in {adapter.name}Trainer", found, remedy))
+                raise value_error(name, f"TRL's own in {adapter.name}Trainer", found, remedy)
             ours = self._seam(name, patches[name], stock) if name in patches else self._looked_up(name, stock)
             yield name, self._during(ours, stock) if name in adapter.during else ours
         for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
@@ -348,10 +348,7 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
     """The transformers model inside of the wrappers of distribution and PEFT."""
-    model = trainer.accelerator.unwrap_model(model)
-    if type(model).__name__ == "OptimizedModule" and not hasattr(model, "get_base_model"):
-        return model  # the module under torch.compile's wrapper runs uncompiled
-    return heads.base_of(model)
+    return heads.base_of(trainer.accelerator.unwrap_model(model), keep_compiled=True)
 
 
 def any_loss(trainer: Any) -> None:
@@ -360,19 +357,19 @@ def any_loss(trainer: Any) -> None:
     remedy = "start it with torchrun or accelerate launch, or show it one GPU"
     if args.n_gpu > 1:
         found = f"nn.DataParallel over {args.n_gpu} GPUs"
-        raise ValueError(message("model", "one process per GPU", found, remedy))
+        raise value_error("model", "one process per GPU", found, remedy)
     own = getattr(trainer, "compute_loss_func", None)
     found = "a function of the full logits"
     # With transformers before 5.19, TRL sets it to a string, which says something else.
     if callable(own):
-        raise ValueError(message("compute_loss_func", "None with the chunked loss", found, "leave it out"))
+        raise value_error("compute_loss_func", "None with the chunked loss", found, "leave it out")
     found = "an encoder-decoder"
     remedy = "train it without the flag"
     config = getattr(trainer.model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(message("model", "a decoder with the chunked loss", found, remedy))
+        raise value_error("model", "a decoder with the chunked loss", found, remedy)
     liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
     if liger:
         expected = f"{LIGER_LOSS}=False with the chunked loss"
         remedy = "Liger's layers stay, so pass that"
-        raise ValueError(message("liger_kernel_config", expected, args.liger_kernel_config, remedy))
+        raise value_error("liger_kernel_config", expected, args.liger_kernel_config, remedy)

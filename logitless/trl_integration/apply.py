@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.models.patch import checked_patch
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -45,27 +45,27 @@ def apply_to(
         everything.
 
     Raises:
-        ValueError: nothing is asked for; it is no trainer, has what is asked for already, is one of TRL's
-            whose loss is not covered, or has options that the flags would refuse; `fuse_layers` knows nothing
-            in a model, or `fit_activations` refuses one.
+        ValueError: no option is set; `trainer` is no transformers.Trainer, has one of the options already, is
+            a trainer of TRL whose loss is not supported, or has options that the config's flags refuse;
+            `fuse_layers` finds no layer to fuse, or `fit_activations` refuses a model.
     """
     expected = "a transformers.Trainer, TRL's among them"
     found = type(trainer).__name__
     if not isinstance(trainer, transformers.Trainer):
         remedy = "for a model there is patch_model(model)"
-        raise ValueError(message("trainer", expected, found, remedy))
+        raise value_error("trainer", expected, found, remedy)
     remedy = "ask for one of them, or leave apply_to out"
     fits = activation_budget is not None
     some = use_chunked_loss or use_fused_layers or fits
     if not some:
         expected = "True, or use_fused_layers=True or an activation_budget"
-        raise ValueError(message("use_chunked_loss", expected, use_chunked_loss, remedy))
+        raise value_error("use_chunked_loss", expected, use_chunked_loss, remedy)
     asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers, "fitted_activations": fits}
     for name, wanted in asked.items():
         expected = f"one without the {name.replace('_', ' ')}"
         has = f"a {found} that has it"
         if wanted and name in trainer.__dict__:
-            raise ValueError(message("trainer", expected, has, "leave apply_to out"))
+            raise value_error("trainer", expected, has, "leave apply_to out")
     check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
     asked = {"layers": use_fused_layers, "activations": activation_budget}
@@ -73,7 +73,7 @@ def apply_to(
 
 
 def remove_from(trainer: transformers.Trainer) -> None:
-    """Switch off again what is on in a trainer, by the flags of its config or by `apply_to`.
+    """Switch off all options of a trainer, those of its config's flags and those of `apply_to`.
 
     The trainer then computes TRL's own loss, with the models, optimizer and state that it has; the models are
     as TRL has made them.
@@ -85,7 +85,7 @@ def remove_from(trainer: transformers.Trainer) -> None:
     if not any(parts):
         expected = "one with the chunked loss, fused layers or an activation budget"
         found = f"a {type(trainer).__name__} without"
-        raise ValueError(message("trainer", expected, found, "leave remove_from out"))
+        raise value_error("trainer", expected, found, "leave remove_from out")
     for part in parts:
         if part is not None:
             part.undo()
@@ -99,7 +99,7 @@ def adapter_of(trainer: type) -> Adapter:
             if name not in ADAPTERS:
                 expected = f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL"
                 remedy = "train it without the chunked loss"
-                raise ValueError(message("trainer", expected, cls.__name__, remedy))
+                raise value_error("trainer", expected, cls.__name__, remedy)
             return ADAPTERS[name]
     return PLAIN
 
@@ -125,7 +125,7 @@ def no_smoothing(trainer: Any) -> None:
     found = trainer.args.label_smoothing_factor
     if found:
         remedy = "it smooths full logits: use the SFTTrainer of logitless.trl_integration, or no smoothing"
-        raise ValueError(message("label_smoothing_factor", expected, found, remedy))
+        raise value_error("label_smoothing_factor", expected, found, remedy)
 
 
 PLAIN = Adapter(

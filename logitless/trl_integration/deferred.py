@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless import DistillationLoss
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.base import LossOutput
 
 from .adapter import Adapter, ChunkedLoss, Seam
@@ -97,7 +97,7 @@ def one_vocabulary(trainer: Any) -> None:
     if trainer.args.use_uld_loss:
         expected = "False with use_chunked_loss=True"
         remedy = "it sorts whole distributions: leave the flag out"
-        raise ValueError(message("use_uld_loss", expected, True, remedy))
+        raise value_error("use_uld_loss", expected, True, remedy)
 
 
 ALWAYS = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
@@ -122,7 +122,7 @@ def known_mode(trainer: Any) -> None:
     check_choice("distillation_mode", mode, MODES)
     if mode == "topk_logits" and top_k is None:
         expected = "a number of tokens with distillation_mode='topk_logits'"
-        raise ValueError(message("distillation_topk", expected, top_k, "set it"))
+        raise value_error("distillation_topk", expected, top_k, "set it")
 
 
 def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:

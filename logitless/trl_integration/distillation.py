@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.models.heads import split_head
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -96,7 +96,7 @@ def no_plan(trainer: Any) -> None:
     if not whole:
         expected = f"no tensor-parallel plan in {type(trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3"
-        raise ValueError(message("model", expected, "one", remedy))
+        raise value_error("model", expected, "one", remedy)
 
 
 Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})

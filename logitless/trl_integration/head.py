@@ -24,7 +24,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, unviewed
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenStatistics
 from logitless.losses.several_ids import IdsStatistics, TopkStatistics, logprobs_of_ids
@@ -51,7 +51,7 @@ class Scoring:
     forwards: Forwards
 
     def autocast(self) -> AbstractContextManager:
-        """What is around TRL's fused head, backbone and all."""
+        """The autocast context in which TRL runs its fused head and the backbone."""
         return self.chunked.trainer.accelerator.autocast() if self.forwards.prepared else nullcontext()
 
 
@@ -115,7 +115,7 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
         expected = "the same tokens on all ranks of its tensor-parallel plan"
         got = f"others on each in {type(chunked.trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
-        raise ValueError(message("model", expected, got, remedy))
+        raise value_error("model", expected, got, remedy)
 
 
 def picked(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
@@ -158,7 +158,7 @@ def _fused_output(
     count = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
-        # TRL's head calls the backbone itself, not what is below it on the instance.
+        # TRL's head calls the backbone directly, not the forward that was on the instance before.
         out = scoring.forwards.own(*args, labels=targets, **kwargs)
 
     names: list[str] = []
@@ -304,13 +304,13 @@ class PickedLogits(DeferredLogits):
         if dim != -1:
             return self._refused(f"argmax over {dim}")
         best = TopkStatistics(k=1, logits_dtype=torch.float32, **self.budget)
-        nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        targets = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            return best.statistics(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
+            return best.statistics(self.hidden, self.view_now(), targets, None)[0]["ids"][..., 0]
 
     def mean(self, dim: int | None = None) -> Tensor:
-        """Of each token's logits, or of all, detached. Without a softcap it is the product with the mean row
-        of the head."""
+        """The mean of each token's logits (dim -1) or of all logits, detached. Without a softcap it is the
+        product of the hidden states with the mean row of the head."""
         learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.hidden, self.head)))
         if dim not in (None, -1) or self.normalized or learns:
             return self._refused(f"mean over {dim} with requires_grad={learns}")
@@ -320,9 +320,9 @@ class PickedLogits(DeferredLogits):
             bias = 0.0 if head.bias is None else whole(head.bias.float().mean())
             found = ((self.hidden.to(head.dtype) @ row).float() + bias) * head.logit_scale
         else:
-            nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+            targets = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
             every = TokenStatistics(also=("sum_logits",), **self.budget)
-            found = every.statistics(self.hidden, head, nobody)[0]["sum_logits"] / self.rows
+            found = every.statistics(self.hidden, head, targets)[0]["sum_logits"] / self.rows
         return found if dim == -1 else found.mean()
 
 

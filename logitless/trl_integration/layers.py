@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.exchange import withdraw
 from logitless.layers.fuse import Report
 from logitless.layers.fused_forwards import KEY
@@ -79,7 +79,7 @@ def _fuse(trainer: Any) -> Callable[[], None]:
     liger = trainer.args.use_liger_kernel
     remedy = "both replace the same layers: leave one of them out"
     if liger:
-        raise ValueError(message("use_liger_kernel", "False with use_fused_layers=True", liger, remedy))
+        raise value_error("use_liger_kernel", "False with use_fused_layers=True", liger, remedy)
     models: dict[nn.Module, str] = {}
     for name in MODELS:
         if isinstance(model := getattr(trainer, name, None), nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from logitless import CrossEntropyLoss
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.models.activation_plan import to_bytes
 
 from . import deferred, distillation, per_token
@@ -60,7 +60,7 @@ class ChunkedLossConfigMixin:
 
     @property
     def _flags(self) -> list[str]:
-        """Names of what is asked for."""
+        """Names of the options that are set."""
         flags = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
         return flags + ["activation_budget"] * (self.activation_budget is not None)
 
@@ -73,16 +73,16 @@ class ChunkedLossConfigMixin:
             expected = "a trainer that honours it"
             found = "one that would ignore it"
             remedy = "import the trainer from logitless.trl_integration too"
-            raise ValueError(message(", ".join(flags), expected, found, remedy))
+            raise value_error(", ".join(flags), expected, found, remedy)
         return super().place_model_on_device
 
 
 def check_budget(logits_budget: Any, use_chunked_loss: bool) -> None:
-    CrossEntropyLoss(logits_budget=logits_budget)  # which refuses what is no number of bytes
+    CrossEntropyLoss(logits_budget=logits_budget)  # raises for a value that is no number of bytes
     alone = logits_budget is None or use_chunked_loss
     remedy = "set use_chunked_loss=True"
     if not alone:
-        raise ValueError(message("logits_budget", "None with use_chunked_loss=False", logits_budget, remedy))
+        raise value_error("logits_budget", "None with use_chunked_loss=False", logits_budget, remedy)
 
 
 class ChunkedLossTrainerMixin:

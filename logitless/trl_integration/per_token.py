@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from logitless import CrossEntropyLoss
 from logitless.engine.head_view import HeadView
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.losses.logprobs import TokenStatistics
 
 from .adapter import Adapter, Attach, ChunkedLoss, Seam, base_of, is_of_trl, swapped
@@ -96,7 +96,7 @@ def uses_server(args: Any) -> bool:
 
 
 def server_rounding(trainer: Any) -> str | None:
-    """What is logged once about logits and a vLLM server; None where there is no server."""
+    """The line that is logged once about logits and a vLLM server; None without a server."""
     if follows_server(trainer):
         return (
             "logits of bf16 heads are rounded to bf16, as vLLM rounds them by default; fp32 on both sides is "
@@ -112,7 +112,7 @@ def server_rounding(trainer: Any) -> str | None:
 
 
 def truncated_sampling(trainer: Any) -> str | None:
-    """What is logged once about a sampler that truncates; None where it does not."""
+    """The line that is logged once about a sampler that truncates; None for one that does not."""
     args = trainer.args
     cuts = {
         "top_p": (getattr(args, "top_p", None) or 1.0) < 1,
@@ -212,8 +212,8 @@ def same_head(trainer: Any) -> None:
         found = getattr(trainer.args, name, default)
         if expected != found:
             remedy = "another trainer or option has come since its constructor: construct it again"
-            raise ValueError(
-                message(name, f"{expected!r}, which the fused head of its model has", repr(found), remedy)
+            raise value_error(
+                name, f"{expected!r}, which the fused head of its model has", repr(found), remedy
             )
 
 
@@ -286,7 +286,7 @@ def smoothing_of(trainer: Any) -> float:
     if not known:
         expected = "transformers' LabelSmoother with the chunked loss"
         remedy = "it takes full logits: leave the flag out"
-        raise ValueError(message("label_smoother", expected, smoother, remedy))
+        raise value_error("label_smoother", expected, smoother, remedy)
     return smoother.epsilon
 
 
@@ -296,12 +296,12 @@ def smoothing_is_defined(trainer: Any) -> None:
     remedy = "the DFT loss is not smoothed, so leave it out"
     smoothing = getattr(smoother, "epsilon", smoother)
     if dft and smoother:
-        raise ValueError(message("label_smoothing_factor", "0 with loss_type='dft'", smoothing, remedy))
+        raise value_error("label_smoothing_factor", "0 with loss_type='dft'", smoothing, remedy)
     expected = "0 for a model with a router loss"
     remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
     router = trainer.aux_loss_enabled and smoother is not None
     if router:
-        raise ValueError(message("label_smoothing_factor", expected, smoothing, remedy))
+        raise value_error("label_smoothing_factor", expected, smoothing, remedy)
 
 
 SFT = Adapter(

@@ -349,7 +349,7 @@ def test_of_several_heads_none_is_guessed(begun):
     several = [call(CrossEntropyLoss(), x.hidden, x.weight, x.targets) for _ in range(2)]
     for _ in range(LIKELY + 1):
         with torch.no_grad():  # as below autograd
-            passes.solve(several, static=False)
+            passes.solve(several, fixed_dtypes=False)
     assert not begun
 
 

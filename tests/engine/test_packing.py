@@ -198,7 +198,7 @@ def test_the_sums_of_gradients_are_what_graphs_are_told(make):
     """Shapes and dtypes by `finished_sums`, which the fakes of the operators return."""
     calls = unpack(*pack(make()))
     with torch.no_grad():  # as in the Function
-        sums = solve(calls, static=True).gradients.sums
+        sums = solve(calls, fixed_dtypes=True).gradients.sums
     assert {slot: (x.shape, x.dtype) for slot, x in sums.items()} == finished_sums(calls)
 
 

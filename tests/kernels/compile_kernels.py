@@ -141,6 +141,7 @@ def divergence_combinations() -> Iterator[Combination]:
 
 def shard_combinations() -> Iterator[Combination]:
     overlaps = [(mode, overlap[:2]) for mode, overlap in DISTILLATION]
+    overlaps += itertools.product(range(7), ((True, True),))
     for (logits, product), (mode, (overlap, rows)), plain, (write, hard) in itertools.product(
         PAIRS, overlaps, (False, True), ((False, False), (True, False), (True, True))
     ):

@@ -127,7 +127,7 @@ BAD = {
     "padded, and boundaries": (
         {"kl_targets": torch.zeros(2, 6, dtype=torch.int64, device=DEVICE)},
         ValueError,
-        r"kl_targets: expected shape \(N',\) with kl_cu_seqlens",
+        r"kl_targets: expected shape \(N,\) with kl_cu_seqlens",
     ),
     "boundaries of floats": (
         {"kl_cu_seqlens": torch.tensor([0.0, 4.0, 6.0, 12.0], device=DEVICE)},

@@ -513,7 +513,7 @@ def test_counts_of_sizes_that_were_not_seen():
     assert counts.bytes("layer", Batch(10, 10)) == 3488
 
 
-def test_adapters_that_are_added_later_are_counted_again():
+def test_adapters_that_are_added_later_are_counted_in_the_next_pass():
     model, ids = made(), batch()
     fitted = fit_activations(model, PLENTY)
     for _ in range(2):
@@ -521,15 +521,65 @@ def test_adapters_that_are_added_later_are_counted_again():
     before = fitted.last_plan.bytes
     get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
     model.requires_grad_(True)
-    for _ in range(activations.CHECK_EVERY + 2):
+    found = []
+    for _ in range(3):
         step(model, ids)
-    found = fitted.last_plan.bytes
+        found.append((fitted.last_plan.levels, fitted.last_plan.bytes))
+    assert found[0][0] == ("full",) * LAYERS and all(plan == found[1] for plan in found[1:])
+    assert fitted.held_bytes == 0 and before < found[1][1]
+    # So are layers that are frozen or no longer.
+    model.model.layers[0].requires_grad_(False)
+    step(model, ids)
+    assert fitted.last_plan.levels == ("full",) * LAYERS
+    step(model, ids)
+    frozen = fitted.last_plan.bytes
+    model.model.layers[0].requires_grad_(True)
     fitted()
-    assert before < found == ends(model, ids)[1]
+    assert frozen < found[1][1] == ends(model, ids)[1]
+
+
+@pytest.mark.parametrize("level", ["keep", "cheap"])
+def test_dropout_that_is_switched_on_later_is_noticed(level, monkeypatch):
+    """Modules and parameters stay what they were: the check of one layer finds it."""
+    monkeypatch.setattr(activations, "CHECK_EVERY", 1)
+    model, ids = made(attention_dropout=0.0, attn_implementation="eager"), batch()
+    fitted = fit_activations(model, PLENTY)
+    for _ in range(2):
+        step(model, ids)
+    costs, shared = fitted.costs
+    fitted.budget = shared + sum(cost[level] for cost in costs)
+    step(model, ids)
+    assert fitted.last_plan.levels == (level,) * LAYERS
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    for _ in range(3):
+        step(model, ids)
+    found, _ = fitted.costs
+    fitted()
+    fitted = fit_activations(model, PLENTY)
+    for _ in range(2):
+        step(model, ids)
+    assert costs[0][level] < found[0][level] and found == fitted.costs[0]
+
+
+def test_known_layers_refuse_parameters_that_changed_before_the_backward_pass():
+    """As the model without a budget does."""
+    model, ids = made(), batch()
+    fitted = fit_activations(model, PLENTY)
+    for _ in range(2):
+        step(model, ids)
+    costs, shared = fitted.costs
+    fitted.budget = shared + sum(cost["cheap"] for cost in costs)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert fitted.last_plan.levels == ("cheap",) * LAYERS
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_kept_layers_whose_bytes_are_known_run_without_hooks():
-    """All their tensors but the first reach the hooks of a caller; every fourth pass counts a layer."""
+    """All their tensors but the first reach the hooks of a caller; some passes count a layer."""
     model, ids, seen = made(), batch(), []
 
     def tensors_outside() -> int:

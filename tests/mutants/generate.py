@@ -44,7 +44,7 @@ OPERATORS = {
 
 LEFT_OUT_NODES = ("decorator", "raise_stmt", "fstring", "tfpdef")
 # Functions whose arguments make a message, from the argument of that index on.
-MESSAGES = {"message": 0, "warn": 0, "warn_once": 0}
+MESSAGES = {"message": 0, "value_error": 0, "type_error": 0, "warn": 0, "warn_once": 0}
 # What is named so makes a message, too; a budget, whose exact size is free; a check of our own code (`zip`).
 LEFT_OUT_NAMES = re.compile(r"budget|^(expected|got|remedy|message|strict)$", re.IGNORECASE)
 # Numbers that change the speed alone.

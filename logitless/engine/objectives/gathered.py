@@ -44,7 +44,7 @@ class GatheredProjection(Projection):
         self.columns, self.teacher = found
         chunk.features = chunk.features.contiguous()
         if not call.loss.compact:
-            self.columns.masked_fill_((chunk.targets == chunk.ignored)[:, None], -1)
+            self.columns.masked_fill_((chunk.targets == chunk.ignore_index)[:, None], -1)
 
     def project(self, chunk: Chunk) -> None:
         gathered_logits(chunk.features, self.weight, self.columns, chunk.logits)

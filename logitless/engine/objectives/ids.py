@@ -21,7 +21,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
 from logitless.kernels.head.cross_entropy import TokenBuffers
@@ -58,9 +58,7 @@ class IdsObjective:
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
-            raise ValueError(
-                message("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
-            )
+            raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
         shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
         stats = {
             name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
@@ -141,7 +139,7 @@ class IdsObjective:
         chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
-        call, ignored = self.call, chunk.ignored
+        call, ignored = self.call, chunk.ignore_index
         if self._targets is None:
             unused_column = OUT_OF_RANGE_COLUMN if ignored != OUT_OF_RANGE_COLUMN else OUT_OF_RANGE_COLUMN - 1
             self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)
@@ -192,7 +190,7 @@ class IdsObjective:
         # Without a target in the chunk the kernel does not use log-probabilities; pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
-        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
+        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.logits_gradient(
             chunk.logits, reader.targets, known, grads, gradient=chunk.grad_buffer, **options
         )
@@ -252,7 +250,7 @@ class TopkObjective(IdsObjective):
         ids = best(chunk.logits, k, reader, maxima)
         logps = (reader.pop_logits(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
         if not self.call.loss.compact:
-            kept = (chunk.targets != chunk.ignored)[:, None]
+            kept = (chunk.targets != chunk.ignore_index)[:, None]
             ids = torch.where(kept, ids, 0)
             logps = torch.where(kept, logps, 0.0)
         self._keep(chunk, {"ids": ids, "logps": logps, "lse": stats.lse, "entropy": stats.entropy})

@@ -166,7 +166,9 @@ class ReplayObjective(TokenObjective):
             if rest is not None:
                 found = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
                 options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
-                kernels.token_statistics(chunk.logits, rest, found, **options, ignore_index=chunk.ignored)
+                kernels.token_statistics(
+                    chunk.logits, rest, found, **options, ignore_index=chunk.ignore_index
+                )
                 call.vocabulary.merge_stats(found, rest)
                 self.ref_logps[chunk.step.start : chunk.step.stop] = found.logps
             self._keep_reference(chunk, z, slots)
@@ -177,7 +179,7 @@ class ReplayObjective(TokenObjective):
         if not chunk.step.read:
             return
         if rest is not None:
-            options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignored}
+            options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignore_index}
             kernels.token_statistics(chunk.logits, rest, stats, **options)
             call.vocabulary.merge_stats(stats, rest)
         sets.set_statistics(z, slots, stats)
@@ -196,7 +198,7 @@ class ReplayObjective(TokenObjective):
         """(C,) targets, ignored in rows with a set; None where the host knows that every row has one."""
         if self.call.loss.compact:
             return None
-        return torch.where(slots.bounds.diff() > 0, chunk.ignored, chunk.targets)
+        return torch.where(slots.bounds.diff() > 0, chunk.ignore_index, chunk.targets)
 
     def _stats(self, chunk: Chunk) -> TokenBuffers:
         return self.stats[chunk.step.start : chunk.step.stop]
@@ -241,6 +243,6 @@ class ReplayObjective(TokenObjective):
         if rest is None:
             chunk.grad_buffer.zero_()
         else:
-            options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+            options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.grad_buffer, **options)
         sets.scatter_gradient(chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.head)

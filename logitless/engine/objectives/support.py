@@ -137,7 +137,7 @@ class SupportObjective(IdsObjective):
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
-        """(reader of the teacher's head, the teacher's logits of a chunk in a buffer of their own)."""
+        """(reader of the teacher's head, the teacher's logits of a chunk in a separate buffer)."""
         call = self.call
         rows, _ = chunk.logits.shape
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
@@ -180,7 +180,7 @@ class SupportObjective(IdsObjective):
             return {}
         columns, known = self._labels(chunk)
         stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
-        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignored}
+        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.token_statistics(chunk.logits, columns, stats, **options)
         reader.vocabulary.merge_stats(stats, columns)
         return {
@@ -198,7 +198,7 @@ class SupportObjective(IdsObjective):
         labels = self.call.inputs["labels"][chunk.row_index].long()
         width = chunk.logits.shape[1]
         columns, here = self.call.vocabulary.locate(labels, self.call.V)
-        ignored = chunk.targets == chunk.ignored
+        ignored = chunk.targets == chunk.ignore_index
         known = (labels >= 0) & (labels < self.call.V) & ~ignored
         return torch.where(ignored, chunk.targets, torch.where(here, columns, width)), known
 
@@ -222,7 +222,7 @@ class SupportObjective(IdsObjective):
             # The softmax at temperature 1, before `_spread` overwrites the logits.
             own = self._of_label(stats)
             other = torch.empty_like(chunk.grad_buffer)
-            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignored}
+            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
                 chunk.logits, columns, own, TokenBuffers(logps=g), gradient=other, **options
             )

@@ -159,10 +159,10 @@ class TokenObjective:
             head.project(chunk)
         stats = self.stats[chunk.step.start : chunk.step.stop]
         if self.predictions is not None:
-            how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignored
+            how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
             ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
             self.predictions[chunk.step.start : chunk.step.stop] = ids[:, 0]
-        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
             options["sums"] = self._head_sums(head)
         if chunk.step.write and self.is_multiple:
@@ -196,7 +196,7 @@ class TokenObjective:
         inputs = call.inputs
         hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
-        options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignored}
+        options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
             fused.read(hidden, self.ref_weight, chunk.targets, stats, gradient=None, **options)
         else:
@@ -238,7 +238,7 @@ class TokenObjective:
         stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
-        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         options |= {"gradient": chunk.grad_buffer, "class_weights": self._sum_weights()}
         if self.fused_epilogue:
             fused.write(chunk.features, head.weight, chunk.targets, stats, grads, **options)
@@ -307,6 +307,6 @@ def target_apart(loss: LossSpec) -> bool:
 def _clear_target(chunk: Chunk) -> None:
     """Zero the target's entry in each row of a chunk's gradient, if the target is on this rank."""
     columns, gradient = chunk.targets, chunk.gradient
-    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignored)
+    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignore_index)
     at = torch.where(here, columns, 0)[:, None]
     gradient.scatter_(1, at, torch.where(here[:, None], 0.0, gradient.gather(1, at)))

@@ -34,20 +34,30 @@ from logitless.kernels.head.transform import LogitTransform
 class TokenBuffers:
     """Per-token statistics `[n]`, fp32 (fp64 for fp64 logits); None for a statistic that is not wanted.
 
-    Ranks with shards of the vocabulary gather the statistics in the order of the fields (`shards.py`).
+    The order of the fields is that of the kernels' pointers, of the table that ranks with shards of the
+    vocabulary gather (`shards.py`), and of the levels: one pass over the logits computes the statistics of a
+    level and of all levels before it.
     """
 
+    # First level.
     logps: Tensor | None = None
     lse: Tensor | None = None
     # Rounding error of lse: exp((z - lse) - lse_residual) is exact also where lse is large.
     lse_residual: Tensor | None = None
+    # Second level.
     entropy: Tensor | None = None
-    sum_logits: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
     is_top1: Tensor | None = None
+    # Third level.
+    sum_logits: Tensor | None = None
+    # Fourth level.
+    log_sum_sq_probs: Tensor | None = None
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, x) for name in _NAMES if (x := getattr(self, name)) is not None)
+
+    def pointers(self) -> list[Tensor]:
+        """Every statistic in order, as kernels take them; lse in the place of one that is not wanted."""
+        return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
         found = dict(self.items())
@@ -60,23 +70,16 @@ class TokenBuffers:
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Statistics that `logits_gradient` differentiates.
 DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
-# Levels of statistics: one pass over the logits computes those of a level and of all levels before it.
-_TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",))
-# All statistics of each level, in the order of `TokenBuffers`.
-_LEVELS = tuple(
-    tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))
-    for level in range(len(_TOGETHER))
-)
+# The number of statistics up to the last one of each level.
+_LEVEL_ENDS = [
+    _NAMES.index(last) + 1 for last in ("lse_residual", "is_top1", "sum_logits", "log_sum_sq_probs")
+]
 
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named statistics and those that are computed with them, always including logps and lse."""
-    level = 0
-    for number, found in enumerate(_TOGETHER):
-        for name in names:
-            if name in found:
-                level = number
-    return _LEVELS[level]
+    needed = max(map(_NAMES.index, names), default=0)
+    return _NAMES[: next(end for end in _LEVEL_ENDS if needed < end)]
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:

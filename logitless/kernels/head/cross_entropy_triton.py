@@ -131,9 +131,9 @@ def row_kernel(
     lse_ptr,
     lse_residual_ptr,
     entropy_ptr,
+    is_top1_ptr,
     sum_logits_ptr,
     log_sum_sq_ptr,
-    is_top1_ptr,
     row_scale_ptr,
     maxima_ptr,
     logits_stride,
@@ -390,16 +390,12 @@ def row_pass(
     pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if total else None, out.lse)
     row_scale = torch.empty_like(out.lse) if write else out.lse
     grad = gradient if write else logits
-    optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
     row_kernel[(logits.shape[0],)](
         logits,
         grad,
         dense(targets),
         *pointers,
-        out.logps,
-        out.lse,
-        out.lse_residual,
-        *(out.lse if x is None else x for x in optional),
+        *out.pointers(),
         row_scale,
         out.lse if maxima is None else maxima,
         logits.stride(0),

@@ -371,7 +371,7 @@ def sharded_divergence(
         return found
 
     cold = statistics(student, targets, ("entropy",), head, bias)
-    # Of the teacher, one column per row of its own.
+    # Statistics of each row of the teacher.
     elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
     taught = statistics(
         teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias

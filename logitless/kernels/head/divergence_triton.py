@@ -327,7 +327,7 @@ def divergence_kernel(
         )
         rejected = tl.sum(below, 0)
     if write != 0:
-        # Nobody may store over a logit before everybody has read it.
+        # No thread may overwrite a logit before all threads have read it.
         tl.debug_barrier()
         average = tl.sum(mean, 0)
         soft_factor = factor * (1.0 - hard_weight) * cold * unit * slope_all

@@ -30,9 +30,9 @@ def merge_kernel(
     lse_ptr,
     lse_residual_ptr,
     entropy_ptr,
+    is_top1_ptr,
     sum_logits_ptr,
     log_sum_sq_ptr,
-    is_top1_ptr,
     factor_ptr,
     result_ptr,
     grad_ptr,
@@ -99,17 +99,18 @@ def merge_kernel(
             logp_r, lse_r, residual_r = of_softmax(at, C, here)
             log_share = lse_r - top + residual_r - log_whole
             share = tl.exp(log_share)
+            # The statistics in the order of `TokenBuffers`, from entropy, the fourth, on.
             inner = tl.load(at + 3 * C, mask=here, other=0.0)
             entropy += tl.where(share > 0.0, share * (inner - log_share), 0.0)
             # Of a shard without the target, its largest logit. The first of equal logits wins.
-            hit = tl.load(at + (STATISTICS - 1) * C, mask=here, other=0.0)
+            hit = tl.load(at + 4 * C, mask=here, other=0.0)
             above = tl.where(r < owner, hit >= z_y - slack, hit > z_y + slack)
             beaten = beaten | tl.where(logp_r > -float("inf"), hit <= 0.0, above)
             if SUM:
-                total += tl.load(at + 4 * C, mask=here, other=0.0)
+                total += tl.load(at + 5 * C, mask=here, other=0.0)
             if SQUARES:
                 # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
-                square = 2.0 * log_share + tl.load(at + 5 * C, mask=here, other=-float("inf"))
+                square = 2.0 * log_share + tl.load(at + 6 * C, mask=here, other=-float("inf"))
                 higher = tl.maximum(most, square)
                 above_most = tl.where(most > -float("inf"), tl.exp(most - higher), 0.0)
                 squares = squares * above_most + tl.where(
@@ -155,14 +156,10 @@ def merge_stats(
     write = gradient is not None
     softcap = head.softcap if write else None
     result = torch.empty_like(out.lse) if write else out.lse
-    optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
     merge_kernel[(triton.cdiv(C, BLOCK),)](
         dense(shards),
         dense(columns),
-        out.logps,
-        out.lse,
-        out.lse_residual,
-        *(out.lse if x is None else x for x in optional),
+        *out.pointers(),
         dense(factor) if write else out.lse,
         result,
         gradient if write else out.lse,

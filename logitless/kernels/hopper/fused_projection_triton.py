@@ -226,13 +226,12 @@ def read(
     levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
     options = transform | levels | TILE | LAUNCH | {"GROUP": group_of(features), "PROGRAMS": programs}
     row_scale = torch.empty_like(out.lse) if write else None
-    results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
-    results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
     statistics = (
         grad,
         *found[:-1],
-        *(out.lse if x is None else x for x in results),
+        *out.pointers(),
+        out.lse if row_scale is None else row_scale,
         grad.stride(0),
         partials.stride(0),
         *(C, V, tiles, ignore_index, gain, cap),

@@ -1,8 +1,8 @@
 """Triton kernels of `sets.py`.
 
 The products and their gradients are bound by reading a row of H numbers for each slot. A program of
-`slot_products_kernel` multiplies a few slots of any rows, so a row with many slots costs its own slots and
-nobody's padding; a slot's sum runs over H in the same blocks wherever the slot is. The other kernels have one
+`slot_products_kernel` multiplies a few slots of any rows, so rows with few slots need no padding to the
+longest row; the sum of a slot runs over the same blocks of H in every program. The other kernels have one
 program per row (and block of H), which reads the row's slots a few at a time, in order.
 """
 

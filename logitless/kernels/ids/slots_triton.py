@@ -76,7 +76,7 @@ def pop_logits_kernel(
     x = tl.load(place, mask=there, other=0.0)
     z, _ = head_logits(x, bias_ptr, ids, there, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(z_ptr + row * k + slot, tl.where(there, z, -float("inf")), mask=slot < k)
-    # Nobody may store over a logit before all slots of its id have read it.
+    # No thread may overwrite a logit before all slots of its id have read it.
     tl.debug_barrier()
     tl.store(place, tl.full([K], taken, tl.float32).to(logits_ptr.dtype.element_ty), mask=there)
 
@@ -296,7 +296,7 @@ def statistics(
         dense(stats.lse),
         dense(stats.lse_residual),
         dense(stats.entropy) if extra else z,
-        # What nobody wants is written all the same.
+        # The kernel writes unused results too, to scratch tensors.
         out["logps"],
         *(out[name] if name in out else z.new_empty(n) for name in ("lse", "lse_residual", "rest")),
         out["entropy"] if extra else z,
