@@ -185,6 +185,7 @@ def medusa(x: Given, heads: MedusaHeads, num_items: float | None = None, **optio
     return MedusaLoss(**options), (x.hidden, heads, x.targets), more
 
 
+# Without `SpeculatorLoss`, which refuses compact=False and takes unshifted labels: test_speculator.py.
 LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "cross-entropy": on(CrossEntropyLoss),
     "cross-entropy, smoothed": on(CrossEntropyLoss, label_smoothing=0.1, z_loss=0.1),

@@ -19,6 +19,7 @@ from logitless import (
     MedusaHeads,
     MedusaLoss,
     ORPOLoss,
+    SpeculatorLoss,
     Term,
     TokenLoss,
     TokenStats,
@@ -82,6 +83,17 @@ def train(hidden: Tensor, head: nn.Linear, targets: Tensor, other: Tensor) -> Te
         ).loss
     )
     total = total + MedusaLoss()(hidden, MedusaHeads(8, 32, 2), targets, base_weight=weight).loss
+    draft = SpeculatorLoss(divergence="lk_hybrid", teacher_softmax="draft", coefficients=(1.0, 0.5))
+    steps = draft(
+        [hidden, hidden],
+        head,
+        targets,
+        teacher_hidden=hidden,
+        teacher_weight=head,
+        draft_ids=other,
+        num_items=2,
+    )
+    total = total + steps.loss + steps.metrics["accepted_length"]
     total = (
         total
         + ConfidentLoss()(hidden, weight, targets, weights=other).loss

@@ -18,6 +18,7 @@ from logitless import (
     REINFORCELoss,
     RLOOLoss,
     SimPOLoss,
+    SpeculatorLoss,
     Term,
     TokenLoss,
     TokenStats,
@@ -45,6 +46,9 @@ def wrong(x: Tensor, head: nn.Linear, t: Tensor) -> None:
     DistillationLoss(divergence="kl")  # wrong
     MedusaLoss()(x, MedusaHeads(8, 32, 2), t, shift=True)  # wrong
     MultiTokenLoss()([x], x, t, shift=True)  # wrong
+    SpeculatorLoss(divergence="kl")  # wrong
+    SpeculatorLoss()([x], x, t, d2t=x)  # wrong
+    SpeculatorLoss()([x], x, t, teacher_hidden=[x])  # wrong
     linear_cross_entropy(x, head, t, soft_cap=30.0)  # wrong
     linear_logprobs(x, head, t, entropy="yes")  # wrong
     linear_logprobs(x, head, t).entropy.mean()  # wrong

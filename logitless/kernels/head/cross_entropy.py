@@ -70,16 +70,21 @@ class TokenBuffers:
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Statistics that `logits_gradient` differentiates.
 DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
-# The number of statistics up to the last one of each level.
-_LEVEL_ENDS = [
-    _NAMES.index(last) + 1 for last in ("lse_residual", "is_top1", "sum_logits", "log_sum_sq_probs")
-]
+# The last statistic of each level, and by name: all statistics up to the end of a statistic's level.
+_LAST_OF_LEVEL = ("lse_residual", "is_top1", "sum_logits", "log_sum_sq_probs")
+_UP_TO_LEVEL: dict[str, tuple[str, ...]] = {}
+for _last in _LAST_OF_LEVEL:
+    _up_to = _NAMES[: _NAMES.index(_last) + 1]
+    _UP_TO_LEVEL |= {name: _up_to for name in _up_to if name not in _UP_TO_LEVEL}
 
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named statistics and those that are computed with them, always including logps and lse."""
-    needed = max(map(_NAMES.index, names), default=0)
-    return _NAMES[: next(end for end in _LEVEL_ENDS if needed < end)]
+    found = _UP_TO_LEVEL["lse"]
+    for name in names:
+        if len(_UP_TO_LEVEL[name]) > len(found):
+            found = _UP_TO_LEVEL[name]
+    return found
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
