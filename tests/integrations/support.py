@@ -7,13 +7,18 @@ that a test imports: packages without their `__init__`.
 import inspect
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from logitless.integrations import versions
 
 # Set by `make test-frameworks`: what is not there fails then.
 REQUIRED = "LOGITLESS_TEST_FRAMEWORKS"
@@ -45,6 +50,18 @@ def at(place: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name)
     return found
+
+
+@contextmanager
+def another_version() -> Iterator[None]:
+    """Expects the warning about a version that was not tested."""
+    versions._warn_once.cache_clear()
+    with (
+        mock.patch.object(versions, "version", lambda package: "99.9.1"),
+        pytest.warns(UserWarning, match=r", with which logitless was tested, got 99\.9\.1; "),
+    ):
+        yield
+    versions._warn_once.cache_clear()
 
 
 def check_seam(place: str, parameters: str) -> None:

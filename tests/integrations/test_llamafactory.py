@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from logitless.integrations.llamafactory import EXCLUDED, LogitlessCallback, check_arguments, main
-from tests.integrations.support import REQUIRED, check_text, require
+from tests.integrations.support import REQUIRED, another_version, check_text, require
 from tests.trl_integration.tiny import VOCAB, tiny_model
 
 ROWS = [
@@ -49,6 +49,17 @@ def test_the_callback_in_a_trainer(tmp_path, caplog):
     for ours, theirs in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert type(trainer.model) is type(stock.model)  # undone
+
+
+def test_fused_layers(tmp_path):
+    seen = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, *, model, **kwargs):
+            seen.append(type(model.model.layers[0].mlp))
+
+    trained(tmp_path, LogitlessCallback(fused_layers=True), Watch())
+    assert len(seen) == 3 and type(tiny_model().model.layers[0].mlp) not in seen
 
 
 def test_label_smoothing_is_refused(tmp_path):
@@ -101,6 +112,8 @@ def test_the_command(stub):
     with pytest.raises(ValueError, match="^use_dft_loss: expected nothing with logitless"):
         main(["train.yaml", "use_dft_loss=true"])
     assert len(stub) == 3
+    with another_version():
+        main(["train.yaml"])
 
 
 def test_arguments_without_a_file(monkeypatch, stub):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from logitless.integrations import megatron as module
 from logitless.integrations.megatron import output_processor
-from tests.integrations.support import check_seam, require
+from tests.integrations.support import another_version, check_seam, require
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -24,7 +24,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, weight: Tensor | None, group, *, sequence_parallel: bool = False):
         super().__init__()
         self.weight = None if weight is None else nn.Parameter(weight)
-        self.bias, self.tp_group, self.gtp_remat_size = None, group, 1
+        self.bias, self.tp_group = None, group
         self.sequence_parallel, self.gradient_accumulation_fusion = sequence_parallel, False
 
     def forward(self, hidden, weight=None, runtime_gather_output=None):
@@ -223,13 +223,18 @@ def test_refused_layers(name, value, message):
 def test_one_line_is_logged(caplog):
     hidden, weight, labels, _ = operands()
     layer = ColumnParallelLinear(weight, ALONE)
+    context = {"logits_budget": 2**30}
     module._announce_once.cache_clear()
     with caplog.at_level("INFO", "logitless"):
         for _ in range(2):
             given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
-            output_processor(hidden_states=hidden, **given)
+            output_processor(hidden_states=hidden, context=context, **given)
     (record,) = caplog.records
-    assert record.message.startswith("logitless: Megatron-core's logits and cross-entropy of GPTModel")
+    replaced = "logits and cross-entropy of GPTModel replaced, logits_budget 1 GiB"
+    assert record.message == f"logitless: Megatron-core's {replaced}"
+    module._announce_once.cache_clear()
+    with another_version():
+        output_processor(hidden_states=hidden, **given)
 
 
 def on_a_rank(sequence_parallel: bool) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -88,8 +89,12 @@ def train(folder: Path, callbacks: list) -> list[float]:
 
 def test_it_trains_as_without(callbacks, tmp_path, caplog):
     undo = module.register(logits_budget=2**20)
-    with caplog.at_level("INFO", "logitless"):
+    with (
+        caplog.at_level("INFO", "logitless"),
+        mock.patch.object(module, "patch_model", wraps=module.patch_model) as patched,
+    ):
         ours = train(tmp_path, [callbacks["logitless"]])
+    assert patched.call_args.kwargs == {"logits_budget": 2**20}
     assert "logitless: ms-swift's loss of Seq2SeqTrainer replaced, logits_budget 0.000977 GiB" in [
         record.message for record in caplog.records
     ]

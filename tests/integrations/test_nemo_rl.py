@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -108,6 +109,12 @@ def call(**change) -> Tensor:
         "tp_group": ALONE,
     }
     return module.from_parallel_hidden_states_to_logprobs(**{**given, **change})
+
+
+def test_the_budget():
+    with mock.patch.object(module, "linear_logprobs", wraps=module.linear_logprobs) as loss:
+        call(logits_budget=2**20)
+    assert loss.call_args.kwargs["logits_budget"] == 2**20
 
 
 def test_one_rank():

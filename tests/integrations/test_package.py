@@ -60,7 +60,7 @@ def test_another_minor_version_warns_once(installed):
     with pytest.warns(
         UserWarning, match=r"^verl: expected 0\.9, with which .* got 9\.9\.1; pip install 'verl"
     ):
-        versions.check_version("verl")
+        versions.find("verl", "torch.nn:Linear.forward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         versions.check_version("verl")

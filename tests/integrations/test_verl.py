@@ -62,6 +62,12 @@ def test_bf16():
     assert_close(entropy, expected[1].detach(), 4e-3, name="entropy")
 
 
+def test_the_budget():
+    with mock.patch.object(module, "linear_logprobs", wraps=module.linear_logprobs) as loss:
+        module.linear_cross_entropy(*operands(), logits_budget=2**20)
+    assert loss.call_args.kwargs["logits_budget"] == 2**20
+
+
 def test_refused():
     with pytest.raises(ValueError, match="^reduction: expected 'none', got 'mean'"):
         module.linear_cross_entropy(*operands(), 1.0, "mean")
@@ -186,7 +192,9 @@ def test_an_actor(verl, backend, impl, shifted):
     truth = scored("torch", torch.float64, **given)
     stock = scored("torch", torch.float32, **given)
     undo = module.patch(logits_budget=2**20)
-    ours = scored(backend, torch.float32, impl=impl, **given)
+    with mock.patch.object(module, "linear_logprobs", wraps=module.linear_logprobs) as loss:
+        ours = scored(backend, torch.float32, impl=impl, **given)
+    assert loss.call_args.kwargs["logits_budget"] == 2**20
     undo()
     for name, x in truth.items():
         assert_close(ours[name], x.double(), 4 * max(stock_error(stock[name], x), 1e-7), name=name)
@@ -210,9 +218,10 @@ def test_it_is_undone(verl):
     stock = [at(place) for place in places]
     early = importlib.import_module("verl.models.transformers.dense_common")
     early.linear_cross_entropy = stock[1]  # as a module that has imported it by name
-    undo = module.patch()
+    undo = module.patch(logits_budget=2**20)
     assert all(at(place) is not before for place, before in zip(places, stock))
     assert early.linear_cross_entropy is at(OWN)
+    assert at(OWN).keywords == {"logits_budget": 2**20}
     undo()
     assert [at(place) for place in places] == stock and early.linear_cross_entropy is stock[1]
 
