@@ -6,14 +6,15 @@ in the place of `llamafactory-cli train train.yaml`, which takes no callbacks. `
 model with `logitless.models.patch_model` when training begins, and removes the patch when training ends.
 """
 
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from logitless.errors import value_error
-from logitless.integrations.versions import announce, check_version, find, unavailable
+from logitless.integrations.versions import announce, find, unavailable
 from logitless.models import check_trainer_arguments, fuse_layers, patch_model
 
 try:
@@ -50,15 +51,18 @@ class LogitlessCallback(TrainerCallback):
         self.logits_budget = logits_budget
         self.fused_layers = fused_layers
         self.patch: Any = None
+        self.unfuse: Callable[[], None] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         check_trainer_arguments(args)
         self.patch = patch_model(model, logits_budget=self.logits_budget)
         if self.fused_layers:
-            fuse_layers(model)
+            self.unfuse = fuse_layers(model)
         announce("LLaMA-Factory", "loss of labelled calls", self.logits_budget)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.unfuse is not None:
+            self.unfuse()
         if self.patch is not None:
             self.patch()
 
@@ -89,7 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     reader, read_args = find("llamafactory", READ)
     runner, run_exp = find("llamafactory", RUN)
-    check_version("llamafactory")
     before = sys.argv
     try:
         if arguments is not None:
@@ -105,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budget = found.pop("logitless_budget", None)
     fused = is_on(found.pop("logitless_fused_layers", False))
     check_arguments(found)
+    # LLaMA-Factory shows the messages of its own loggers alone.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("logitless").setLevel(logging.INFO)
     callback = LogitlessCallback(None if budget is None else int(budget), fused)
     getattr(runner, run_exp)(found, callbacks=[callback])
 

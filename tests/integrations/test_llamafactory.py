@@ -58,8 +58,10 @@ def test_fused_layers(tmp_path):
         def on_step_end(self, args, state, control, *, model, **kwargs):
             seen.append(type(model.model.layers[0].mlp))
 
-    trained(tmp_path, LogitlessCallback(fused_layers=True), Watch())
-    assert len(seen) == 3 and type(tiny_model().model.layers[0].mlp) not in seen
+    trainer, _ = trained(tmp_path, LogitlessCallback(fused_layers=True), Watch())
+    stock = type(tiny_model().model.layers[0].mlp)
+    assert len(seen) == 3 and stock not in seen
+    assert type(trainer.model.model.layers[0].mlp) is stock  # undone
 
 
 def test_label_smoothing_is_refused(tmp_path):
@@ -95,7 +97,10 @@ def stub(monkeypatch):
     hparams.read_args = read_args
     for module in (ModuleType("llamafactory"), ModuleType("llamafactory.train"), tuner, hparams):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return calls
+    logger = logging.getLogger("logitless")
+    level = logger.level
+    yield calls
+    logger.setLevel(level)
 
 
 def test_the_command(stub):
@@ -112,6 +117,7 @@ def test_the_command(stub):
     with pytest.raises(ValueError, match="^use_dft_loss: expected nothing with logitless"):
         main(["train.yaml", "use_dft_loss=true"])
     assert len(stub) == 3
+    assert logging.getLogger("logitless").level == logging.INFO  # LLaMA-Factory shows its own loggers alone
     with another_version():
         main(["train.yaml"])
 
