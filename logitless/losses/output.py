@@ -28,7 +28,8 @@ class LossOutput(NamedTuple):
         loss: fp32 (fp64 for fp64 operands); 0-d, or one value per unit of the loss with `reduction="none"`.
         metrics: detached 0-d tensors by name.
         plan: the plan that ran; None inside a compiled graph, which is traced before it runs.
-        tokens: detached per-token statistics by name, in the targets' shape, 0 where ignored. With
+        tokens: detached per-token statistics by name, in the targets' shape, 0 where ignored;
+            with `shift=True` aligned with hidden: `x.roll(1, -1)` is aligned with the targets. With
             `return_logps`: logps, lse, the other statistics of the loss, and (unless reduction="none" or
             accumulate_into is given) d_logps, the gradient of the loss with respect to logps. With
             `return_predictions`: predictions. Otherwise empty.

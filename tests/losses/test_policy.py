@@ -4,7 +4,7 @@ tests/reference_tests and tests/random."""
 import pytest
 import torch
 
-from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
+from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss, linear_logprobs
 from logitless.losses.grpo_types import LEVELS, SURROGATES
 from tests.support import DEVICE, GemmCounter, relative_error, run
 
@@ -48,6 +48,23 @@ def test_on_policy_has_the_gradient_of_reinforce():
     )
     for name, gradient in reinforce.items():
         assert gradient.any() and relative_error(ours[name], gradient) < 1e-12
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_shifted_log_probabilities_are_rolled_into_the_next_call(packed):
+    """The results of a call with `shift` are aligned with hidden, its inputs with the targets."""
+    hidden, weight, targets, advantages = operands()
+    shift = {"shift": True}
+    if packed:
+        shift["cu_seqlens"] = torch.tensor([0, 7, 12, 40, 41, 60], device=DEVICE)
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+    logps = linear_logprobs(hidden, weight, targets, **shift).logps
+
+    def loss(old_logps=None):
+        return GRPOLoss()(hidden, weight, targets, advantages=advantages, old_logps=old_logps, **shift).loss
+
+    torch.testing.assert_close(loss(logps.roll(1, -1)), loss())
+    assert not torch.isclose(loss(logps), loss(), rtol=1e-2)
 
 
 def test_clipped_tokens_have_no_gradient():
