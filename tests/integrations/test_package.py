@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -133,3 +133,22 @@ def test_sequences_over_ranks():
         assert torch.equal(whole, expected)
         assert torch.equal(grad, torch.arange(12.0).view(6, 2)[3 * rank : 3 * rank + 3])
         assert torch.equal(part, torch.full((3,), 8.0 / 2 + 8))
+
+
+def test_a_function_is_replaced_where_its_framework_has_imported_it(monkeypatch):
+    def stock(): ...
+
+    def ours(): ...
+
+    owner, user, other = (ModuleType(name) for name in ("train", "train.user", "train.other"))
+    stranger = ModuleType("strain")
+    owner.loss = user.loss = stranger.loss = stock
+    other.loss = different = len
+    for module in (owner, user, other, stranger):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    undo = versions.replace_function("train", owner, "loss", ours)
+    assert owner.loss is user.loss is ours
+    assert stranger.loss is stock and other.loss is different
+    undo()
+    assert owner.loss is user.loss is stock
+    assert stranger.loss is stock and other.loss is different

@@ -403,3 +403,9 @@ def test_twins_differ():
     with torch.no_grad():
         other.model.layers[0].post_attention_layernorm.weight.mul_(1.5)
     assert abs(step(model).loss - step(other).loss) > 1e-3
+
+
+def test_the_report_counts_the_modules_of_a_class():
+    report = fuse_layers(tiny("Qwen3")).report
+    assert "2 x Qwen3MLP: gate act_fn\n" in str(report) and "left as they are: none" in str(report)
+    assert "2 Qwen3MLP" in report.summary()
