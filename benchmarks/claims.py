@@ -165,6 +165,8 @@ CLAIMS = (
             strict=True,
         )
     ),
+    Claim("docs/recipes.md", "(both flags: {} ms in the table of", (STEP_OF["our loss + our layers"],)),
+    Claim("docs/recipes.md", "{} ms here)", (ms("recipes-h200.json", 0, "both flags"),)),
     Claim(README, "is {}% shorter for SFT and {}% for DPO", tuple(FSDP)),
     Claim(README, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
     Claim(

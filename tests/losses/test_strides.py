@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, linear_logprobs
-from tests.kernels.support import LAYOUTS
+from tests.kernels.support import expanded, offset, strided
 from tests.support import DEVICE
 
 B, T, H, V = 4, 6, 8, 50
 TRAINED = ("hidden", "weight", "bias")
+LAYOUTS = {"strided": strided, "offset": offset, "expanded": expanded}
 
 
 @pytest.fixture(autouse=True)
