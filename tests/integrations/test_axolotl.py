@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from tests.integrations.support import check_seam, require
+from tests.integrations.support import another_version, check_seam, require
 from tests.support import assert_close
 
 FOLDER = require("axolotl")
@@ -97,6 +97,11 @@ def test_switched_off(manager):
     model = tiny_model()
     manager.post_model_load(configured(manager, YAML + "logitless: false\n"), model)
     assert model(**INPUTS).logits is not None
+
+
+def test_another_version(manager):
+    with another_version():
+        manager.post_model_load(configured(manager, YAML), tiny_model())
 
 
 def test_fused_layers(manager):

@@ -3,12 +3,13 @@
 import logging
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.support import check_seam, check_text, hollow, require
+from tests.integrations.support import another_version, check_seam, check_text, hollow, require
 from tests.support import assert_close
 
 FOLDER = require("nemo_automodel")
@@ -86,6 +87,20 @@ def test_a_weight_in_another_dtype_than_hidden():
     ours = LogitlessCrossEntropy()(hidden, labels, half)
     stock = ChunkedCrossEntropy(compile=False)(hidden, labels, half)
     torch.testing.assert_close(ours, stock, rtol=1e-2, atol=1e-2)
+
+
+def test_the_group_that_sums_the_heads_gradient():
+    """FSDP2 gathers the head over this group, and the stock class hands it to the same method."""
+    hidden, weight, labels = operands()
+    loss_fn, group = LogitlessCrossEntropy(), object()
+    with mock.patch.object(loss_fn, "materialize_lm_weight", return_value=weight.detach()) as gathered:
+        loss_fn(hidden, labels, weight, grad_reduce_group=group)
+    gathered.assert_called_once_with(weight, grad_reduce_group=group)
+
+
+def test_another_version():
+    with another_version():
+        LogitlessCrossEntropy()
 
 
 def test_evaluation():

@@ -2,6 +2,7 @@
 
 import logging
 from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.integrations.support import check_seam, check_text, require
+from tests.integrations.support import another_version, check_seam, check_text, require
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -21,6 +22,7 @@ from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
+from logitless.integrations import torchtitan as module  # noqa: E402
 from logitless.integrations.torchtitan import LogitlessLoss  # noqa: E402
 
 B, L, H, V = 2, 24, 16, 60
@@ -84,6 +86,36 @@ def test_any_length():
     """The stock class takes multiples of `num_chunks` alone."""
     for name, found, exact in zip(NAMES, run(LogitlessLoss.Config().build(), torch.float32, 7), truth(7)):
         assert_close(found, exact, 1e-6, name=name)
+
+
+def test_the_budget_and_a_bias():
+    hidden, weight, labels = operands()
+    loss_fn, head = LogitlessLoss.Config(logits_budget=100_000).build(), nn.Linear(H, V)
+    loss_fn.set_lm_head(head)
+    with mock.patch.object(module, "CrossEntropyLoss", wraps=module.CrossEntropyLoss) as made:
+        loss, _ = loss_fn(hidden, labels)
+    assert made.call_args.kwargs["logits_budget"] == 100_000
+    logits = head(hidden).double().flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    assert_close(loss.detach(), expected.detach(), 1e-6, name="loss")
+
+
+def test_another_version():
+    with another_version():
+        LogitlessLoss.Config().build()
+
+
+def test_layouts_that_are_refused(monkeypatch):
+    hidden, weight, labels = operands()
+    loss_fn = LogitlessLoss.Config().build()
+    loss_fn.set_lm_head(head_of(weight))
+    monkeypatch.setattr(module, "get_spmd_backend", lambda: "spmd_types")
+    monkeypatch.setattr(module, "spmd_mesh_size", lambda name: {"tp": 2}[name])
+    with pytest.raises(ValueError, match="^lm_head: expected a DTensor in shards, got a shard of spmd_types"):
+        loss_fn(hidden, labels)
+    monkeypatch.setattr(module, "DTensor", Tensor)  # labels of full_dtensor, without a process group
+    with pytest.raises(ValueError, match="^labels: expected a local tensor, got a DTensor of full_dtensor"):
+        loss_fn(hidden, labels)
 
 
 def test_validation():
@@ -160,9 +192,9 @@ def with_fsdp(kind: str, policy: str, dtype: torch.dtype) -> list[Tensor]:
         pp_enabled=False,
         reshard_after_forward_policy=policy,
     )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     loss_fn = (LogitlessLoss if kind == "ours" else ChunkedLossWrapper).Config().build()
     loss_fn.set_lm_head(model.lm_head)
     for _ in range(2):  # with gradients of the first step dropped
