@@ -165,6 +165,12 @@ CLAIMS = (
             strict=True,
         )
     ),
+    Claim(INDEX, "| with Liger's layers | {} ms |", (ms("step-h200.json", 0, "Liger's layers"),)),
+    Claim(
+        INDEX,
+        "| with compiled layers (torch.compile) | {} ms |",
+        (ms("step-h200.json", 0, "compiled layers"),),
+    ),
     Claim("docs/recipes.md", "(both flags: {} ms in the table of", (STEP_OF["our loss + our layers"],)),
     Claim("docs/recipes.md", "{} ms here)", (ms("recipes-h200.json", 0, "both flags"),)),
     Claim(README, "is {}% shorter for SFT and {}% for DPO", tuple(FSDP)),
