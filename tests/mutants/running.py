@@ -36,9 +36,9 @@ def select_tests(tree: Path, file: str) -> list[str]:
 
     These are the test files of the folder of tests that has the name of the library's topmost folder (for a
     file without one, those in `tests` itself), and of the folders BESIDE it; and every other test file that
-    imports the module or has its name. In order: those of the module's name, those that import it, those whose
-    name has a word of the module's, those that mention it or its public functions and classes most often, the
-    shorter ones.
+    imports the module or has its name. In order: those of the module's name, those that import it, those
+    whose name has a word of the module's, those that mention it or its public functions and classes most
+    often, the shorter ones.
     """
     path, tests, source = Path(file).with_suffix(""), tree / "tests", (tree / file).read_text()
     folders = path.relative_to("logitless").parts[:-1]
