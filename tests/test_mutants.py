@@ -121,9 +121,9 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def test_the_tests_of_a_file(tmp_path):
-    """Own name, imports, a word of the name; the folder above, where there is none of the file's own."""
+    """Own name, imports, a word of the name; in all folders of tests below the topmost one."""
     in_losses = ("losses/test_kto.py", "losses/test_other.py")
-    files = (*in_losses, "engine/test_all.py", "engine/test_plan.py", "test_top.py")
+    files = (*in_losses, "engine/test_all.py", "engine/deep/test_plan.py", "test_top.py")
     write(tmp_path, {f"tests/{file}": "" for file in files})
     write(tmp_path, {"tests/engine/test_uses.py": "from logitless.engine.deep import loop"})
     library = ("top.py", "losses/kto.py", "engine/deep/loop.py", "engine/plan_steps.py")
@@ -134,7 +134,7 @@ def test_the_tests_of_a_file(tmp_path):
 
     assert found("losses/kto.py") == [*in_losses]
     assert found("engine/deep/loop.py")[0] == "engine/test_uses.py"
-    assert found("engine/plan_steps.py")[0] == "engine/test_plan.py"
+    assert found("engine/plan_steps.py")[0] == "engine/deep/test_plan.py"
     assert set(found("engine/plan_steps.py")) == {f for f in files if "/" in f} | {"engine/test_uses.py"}
     assert "test_top.py" in found("top.py")
     write(tmp_path, {"logitless/alone/it.py": "@triton.jit\ndef f(): pass"})

@@ -19,8 +19,8 @@ from logitless import (
     linear_topk,
 )
 from tests.cases import DTYPES, operands
-from tests.kernels.compile_fused_projection import variants as fused_variants
 from tests.kernels.compile_kernels import INT8, INT32, INT64, combination, combinations
+from tests.kernels.hopper.compile_fused_projection import variants as fused_variants
 from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation, jitted, pairwise
 
 
@@ -51,7 +51,7 @@ def test_products_with_an_epilogue_compile(version, tmp_path, everything):
     usual = {TRITONS[0]: first, TRITONS[1]: [len(kernels) - 1 - i for i in last]}[version]
     numbers = range(len(kernels)) if everything else usual
     runs = {("cuda", "90"): numbers}
-    check_compilation("tests.kernels.compile_fused_projection", runs, version, tmp_path)
+    check_compilation("tests.kernels.hopper.compile_fused_projection", runs, version, tmp_path)
 
 
 def test_any_two_choices_of_a_kernel_are_compiled_together():

@@ -34,16 +34,16 @@ PYTEST = (
 def select_tests(tree: Path, file: str) -> list[str]:
     """The test files for a library file, the most telling first.
 
-    These are the files of the folder of tests that has the name of the library's, or of the nearest one above
-    it, and of the folders BESIDE it; and every other test file that imports the module or has its name. In
-    order: those of the module's name, those that import it, those whose name has a word of the module's,
-    those that mention it or its public functions and classes most often, the shorter ones.
+    These are the test files of the folder of tests that has the name of the library's topmost folder (for a
+    file without one, those in `tests` itself), and of the folders BESIDE it; and every other test file that
+    imports the module or has its name. In order: those of the module's name, those that import it, those
+    whose name has a word of the module's, those that mention it or its public functions and classes most
+    often, the shorter ones.
     """
     path, tests, source = Path(file).with_suffix(""), tree / "tests", (tree / file).read_text()
     folders = path.relative_to("logitless").parts[:-1]
-    mirrors = (tests.joinpath(*folders[:depth]) for depth in range(len(folders), -1, -1))
-    mirror = next(folder for folder in mirrors if folder.is_dir())
-    near = set(mirror.glob("test_*.py") if mirror == tests else mirror.rglob("test_*.py"))
+    is_mirrored = folders and (tests / folders[0]).is_dir()
+    near = set((tests / folders[0]).rglob("test_*.py") if is_mirrored else tests.glob("test_*.py"))
     if not needs_interpreter(source):
         for folder in BESIDE.get("".join(folders[:1]), ()):
             near |= set(tests.joinpath(folder).rglob("test_*.py"))

@@ -1,6 +1,6 @@
 """Every specialization of the products with an epilogue, and a script that compiles them for Hopper.
 
-python -m tests.kernels.compile_fused_projection cuda 90        # then numbers, or all
+python -m tests.kernels.hopper.compile_fused_projection cuda 90        # then numbers, or all
 """
 
 import itertools
