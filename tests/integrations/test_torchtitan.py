@@ -309,9 +309,9 @@ def trained(kind: str, folder: str, backend: str) -> list[list[float]]:
             part.set_force_sum_reduction_for_comms(True)
     logged = []
     with (
-        mock.patch.object(utils, "set_pg_timeouts"),  # calls torch.distributed.set_timeout, new after torch 2.13
+        mock.patch.object(utils, "set_pg_timeouts"),  # torch 2.13 has no torch.distributed.set_timeout
         mock.patch("time.sleep"),
-        mock.patch.object(trainer.metrics_processor, "log", lambda *args, **rest: logged.append(args[1:4])),
+        mock.patch.object(trainer.metrics_processor, "log", lambda *found, **rest: logged.append(found[1:4])),
     ):
         trainer.train()
     return logged
