@@ -113,7 +113,7 @@ def announce(
     *,
     logger: logging.Logger = logger,
 ) -> None:
-    """Log in one INFO line what a module has replaced; in a framework's own logger where it shows no other."""
+    """Log in one INFO line what a module has replaced, in the framework's own logger if need be."""
     budget = "the default" if logits_budget is None else f"{logits_budget / 2**30:.3g} GiB"
     logger.info("logitless: %s's %s replaced, logits_budget %s", framework, replaced, budget)
 
