@@ -8,6 +8,7 @@ The plugin calls `logitless.models.patch_model` on the loaded model, after the a
 `logitless_fused_layers: true` also `fuse_layers`. Trainers of `rl:` keep their own losses.
 """
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,8 @@ try:
 except ImportError as error:
     raise unavailable("axolotl", error) from error
 
+# axolotl shows the INFO lines of loggers with its own name alone.
+LOGGER = logging.getLogger("axolotl.logitless")
 # Keys of axolotl with which the loss is computed elsewhere, or from logits.
 EXCLUDED = (
     "cut_cross_entropy",
@@ -94,6 +97,6 @@ class LogitlessPlugin(BasePlugin):
             warn(message("rl", expected, cfg.rl, "set logitless: false"), UserWarning)
         elif cfg.logitless is not False:
             patch_model(model, logits_budget=cfg.logitless_budget)
-            announce("axolotl", "loss of labelled calls", cfg.logitless_budget)
+            announce("axolotl", "loss of labelled calls", cfg.logitless_budget, logger=LOGGER)
         if cfg.logitless_fused_layers:
             fuse_layers(model)

@@ -40,6 +40,9 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
     class Config(stock.ChunkedLossWrapper.Config):
         logits_budget: int | None = None
         """Bytes that a chunk of logits and its temporaries may take; default the library's."""
+        compact: bool = False
+        """Whether ignored tokens are left out of the products with the head. It needs a host sync, which the
+        trainer's CUDA graphs (on by default) do not allow: set `training.disable_cuda_graphs` too."""
 
     def __init__(self, config: Config, *, compile_config: Any = None):
         inner = type(config.loss_fn)
@@ -50,6 +53,7 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         super().__init__(config)
         check_version("torchtitan")
         self.logits_budget = config.logits_budget
+        self.compact = config.compact
         announce("torchtitan", "ChunkedLossWrapper", config.logits_budget)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
@@ -94,7 +98,8 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         if isinstance(pred, DTensor):
             # d_hidden is whole on every rank of a tensor-parallel group.
             pred = pred.to_local(grad_placements=[Replicate()] * pred.device_mesh.ndim)
-        loss_fn = CrossEntropyLoss(reduction="sum", logits_budget=self.logits_budget, tp_group=tp_group)
+        options = {"logits_budget": self.logits_budget, "compact": self.compact, "tp_group": tp_group}
+        loss_fn = CrossEntropyLoss(reduction="sum", **options)
         loss = loss_fn(pred, weight, labels, bias=self.lm_head.bias).loss
         if global_valid_tokens is not None:
             loss = loss / global_valid_tokens

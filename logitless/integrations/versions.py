@@ -106,8 +106,14 @@ def replace_function(package: str, owner: ModuleType, name: str, ours: Any) -> C
     return lambda: exchange(ours, stock)
 
 
-def announce(framework: str, replaced: str, logits_budget: int | None = None) -> None:
-    """Log in one INFO line what a module has replaced."""
+def announce(
+    framework: str,
+    replaced: str,
+    logits_budget: int | None = None,
+    *,
+    logger: logging.Logger = logger,
+) -> None:
+    """Log in one INFO line what a module has replaced, in the framework's own logger if need be."""
     budget = "the default" if logits_budget is None else f"{logits_budget / 2**30:.3g} GiB"
     logger.info("logitless: %s's %s replaced, logits_budget %s", framework, replaced, budget)
 

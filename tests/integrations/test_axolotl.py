@@ -14,6 +14,7 @@ from tests.support import assert_close
 FOLDER = require("axolotl")
 
 from axolotl.integrations.base import BasePlugin, PluginManager  # noqa: E402
+from axolotl.logging_config import AxolotlOrWarnErrorFilter  # noqa: E402
 from axolotl.utils.dict import DictDefault  # noqa: E402
 from pydantic import BaseModel, ConfigDict, ValidationError  # noqa: E402
 
@@ -59,9 +60,11 @@ def test_from_yaml_to_the_loss(manager, caplog):
     cfg = configured(manager, YAML)
     model, twin = tiny_model(), tiny_model()
     twin.load_state_dict(model.state_dict())
-    with caplog.at_level(logging.INFO, "logitless"):
+    with caplog.at_level(logging.INFO, "axolotl"):
         manager.post_model_load(cfg, model)
-    assert "logitless: axolotl's loss of labelled calls replaced, logits_budget 9.31e-05 GiB" in caplog.text
+    (record,) = [record for record in caplog.records if record.msg.startswith("logitless")]
+    line = "logitless: axolotl's loss of labelled calls replaced, logits_budget 9.31e-05 GiB"
+    assert record.getMessage() == line and AxolotlOrWarnErrorFilter().filter(record)
     out, expected = model(**INPUTS), twin.double()(**INPUTS)
     assert out.logits is None and state_of(model, KEY).logits_budget == 100000
     assert state_of(model, KEY).last_plan.rows == (INPUTS["labels"][:, 1:] != -100).sum()

@@ -1,7 +1,11 @@
 """torchtitan: `LogitlessLoss` against its own `ChunkedLossWrapper`, also under its own FSDP2."""
 
+import json
 import logging
+import re
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,9 +21,29 @@ from tests.support import assert_close
 
 FOLDER = require("torchtitan")
 
+from torchtitan.tools import utils as tools  # noqa: E402
+
+
+class Cpu:
+    """The CPU in the place of `torch.cuda`, which torchtitan takes where there is no accelerator."""
+
+    get_device_name = staticmethod(lambda device: "cpu")
+    get_device_properties = staticmethod(lambda device: SimpleNamespace(total_memory=2**30))
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 2)
+    set_device = staticmethod(lambda device: None)
+    memory_stats = staticmethod(lambda device: {})
+    empty_cache = reset_peak_memory_stats = staticmethod(lambda: None)
+
+
+# Other modules of torchtitan import these by name.
+tools.device_type, tools.device_module = "cpu", Cpu()
+
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
 from logitless.integrations import torchtitan as module  # noqa: E402
@@ -150,6 +174,33 @@ def test_in_a_config_registry(caplog):
     assert_close(loss.detach(), expected.detach(), 1e-6, name="loss")
 
 
+def test_the_command_line_of_torchtitan(tmp_path, monkeypatch):
+    """The documentation's function in a module of the user, and an option of the loss."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
+    (text,) = re.findall(r"```python[^\n]*\n(from logitless.integrations.torchtitan.*?)```", page, re.DOTALL)
+    (tmp_path / "my_configs.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "--module my_configs --config llama3_8b_logitless --training.steps 2"
+    config = ConfigManager().parse_args(words.split())
+    assert config.loss == LogitlessLoss.Config(logits_budget=2560 * 2**20)
+    assert config.to_dict()["loss"]["logits_budget"] == 2560 * 2**20
+    config = ConfigManager().parse_args([*words.split(), "--loss.logits-budget", "1000"])
+    assert config.loss.logits_budget == 1000
+
+
+def test_cuda_graphs():
+    """The trainer captures its steps in CUDA graphs by default: the loss may not have a host sync."""
+    stock = import_module("torchtitan.config").TrainingConfig()
+    assert stock.disable_cuda_graphs is False
+    for compact in (False, True):
+        loss_fn = LogitlessLoss.Config(compact=compact).build()
+        with mock.patch.object(module, "CrossEntropyLoss", wraps=module.CrossEntropyLoss) as made:
+            found = run(loss_fn, torch.float32)
+        assert made.call_args.kwargs["compact"] is compact
+        assert_close(found[2], truth()[2], 1e-6, name="d_weight")
+    assert LogitlessLoss.Config().compact is False
+
+
 def test_refused():
     with pytest.raises(ValueError, match="^loss_fn: expected CrossEntropyLoss.Config, got MSELoss.Config"):
         LogitlessLoss.Config(loss_fn=MSELoss.Config()).build()
@@ -219,6 +270,61 @@ def test_torchtitans_fsdp(policy, dtype):
     exact = truth(seeds=(0, 1))
     assert_close(ours[0][0], exact[0], least, name="loss")
     assert_close(ours[0][2], exact[2], least, name="d_head")
+
+
+WORDS = "what is the loss of a token that the model has not seen yet ?".split()
+
+
+def prepared(folder: Path) -> Path:
+    """A tokenizer of words and some text, as torchtitan reads them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    ids = {word: number for number, word in enumerate(["<s>", "</s>", "<unk>", *dict.fromkeys(WORDS)])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (folder / "text").mkdir()
+    lines = [json.dumps({"text": " ".join(WORDS[i % 7 :] * 3)}) for i in range(200)]
+    (folder / "text" / "text.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def trained(kind: str, folder: str, backend: str) -> list[list[float]]:
+    """The losses and gradient norms that torchtitan's trainer logs in two steps with FSDP2."""
+    config = import_module("torchtitan.models.llama3.config_registry").llama3_debugmodel()
+    for layer in config.model_spec.model.layers:  # FlexAttention has no backward pass on the CPU
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    if kind == "ours":
+        config.loss = LogitlessLoss.Config(logits_budget=2**20)
+    config.hf_assets_path = config.dump_folder = folder
+    config.dataloader.dataset_path = str(Path(folder, "text"))
+    config.training.steps, config.training.local_batch_size, config.training.seq_len = 2, 2, 24
+    config.training.mixed_precision_param = "float32"
+    config.parallelism.spmd_backend = backend
+    config.debug.seed = 1
+    trainer = config.build()
+    for part in trainer.model_parts[0].modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+    logged = []
+    with (
+        mock.patch.object(utils, "set_pg_timeouts"),  # torch 2.13 has no torch.distributed.set_timeout
+        mock.patch("time.sleep"),
+        mock.patch.object(trainer.metrics_processor, "log", lambda *found, **rest: logged.append(found[1:4])),
+    ):
+        trainer.train()
+    return logged
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "spmd_types"), (2, "partial_dtensor")])
+def test_torchtitans_trainer(tmp_path, ranks, backend):
+    """The default backend is run on one rank: on several ones it needs FSDP2 of a torch after 2.13."""
+    folder = str(prepared(tmp_path))
+    ours, stock = (in_processes(ranks, trained, kind, folder, backend)[0] for kind in ("ours", "stock"))
+    assert len(ours) == len(stock) == 2
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
 
 
 def with_shards(kind: str) -> list[Tensor]:
