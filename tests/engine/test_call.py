@@ -118,21 +118,24 @@ def test_shift_ends_in_the_losss_own_ignore_index():
     hidden, weight, targets = head(2, 3)
     found = given(CrossEntropyLoss(ignore_index=7), hidden, weight, targets, shift=True)
     assert found.targets.view(2, 3)[:, -1].tolist() == [7, 7]
+    assert given(CrossEntropyLoss(), *head(2, 0), shift=True).targets.shape == (0,)
 
 
 BOUNDS = {"two": [0, 4, 7], "empty ones": [0, 0, 3, 3, 7, 7], "single tokens": list(range(8)), "one": [0, 7]}
+BOUNDS |= {"no tokens": [0, 0, 0]}
 
 
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 def test_shift_stays_in_packed_sequences(bounds):
-    hidden, weight, targets = head(7)
-    given_inputs = inputs(7, trailing=(2,))
+    N = bounds[-1]
+    hidden, weight, targets = head(N)
+    given_inputs = inputs(N, trailing=(2,))
     boundaries = torch.tensor(bounds)
     found = given(EveryRole(), hidden, weight, targets, shift=True, cu_seqlens=boundaries, **given_inputs)
     ends = [bound - 1 for bound in bounds[1:]]
-    expected = [-100 if i in ends else targets.tolist()[i + 1] for i in range(7)]
+    expected = [-100 if i in ends else targets.tolist()[i + 1] for i in range(N)]
     assert found.targets.tolist() == expected
-    for i in range(7):
+    for i in range(N):
         if i not in ends:
             assert torch.equal(found.inputs["weights"][i], given_inputs["weights"][i + 1])
     assert torch.equal(found.inputs["best"], given_inputs["best"])

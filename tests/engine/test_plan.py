@@ -297,7 +297,3 @@ def test_a_main_gradient_is_summed_in_chunks():
     main = torch.zeros(30, 4000)
     options = {"accumulate_into": main, "accumulate_now": True}
     assert CrossEntropyLoss()(*operands, **options).plan.chunks == 2
-
-
-def test_good_chunks_fall():
-    assert list(GOOD_CHUNKS) == sorted(GOOD_CHUNKS, reverse=True)

@@ -7,7 +7,7 @@ import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
 from logitless.engine.choose import resolve_rows
-from logitless.engine.reduction import metric_factors, power_of_two, unit_counts, unit_factors
+from logitless.engine.reduction import power_of_two, unit_factors
 from tests.engine.calls import call
 
 NUMBERS = [1.0, 0.5, 0.75, 3.0, 1 / 3, 1 / 7, 1e-30, 1.5e30, 2.0**-100, math.nextafter(2.0, 0)]
@@ -21,39 +21,6 @@ def test_power_of_two(x):
     tensor = power_of_two(torch.tensor(x, dtype=torch.float64))
     assert tensor.item() == expected and tensor.dtype == torch.float64 and tensor.dim() == 0
     assert 0.5 <= x / expected < 1
-
-
-def test_power_of_two_of_several():
-    x = torch.tensor([1.0, 0.3, 5.0])
-    assert power_of_two(x).tolist() == [2.0, 0.5, 8.0]
-
-
-def test_unit_counts():
-    assert unit_counts(7, 3, 4) == {"tokens": 7, "sequences": 4, "pairs": 2, "chosen_tokens": 3}
-    tokens, chosen = torch.tensor(7), torch.tensor(3)
-    assert unit_counts(tokens, chosen, 0) == {
-        "tokens": tokens,
-        "sequences": 0,
-        "pairs": 0,
-        "chosen_tokens": chosen,
-    }
-
-
-@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
-def test_metric_factors(tensors):
-    make = torch.tensor if tensors else int
-    counts = unit_counts(make(8), make(0), 4)
-    factors = metric_factors(counts, torch.float64)
-    assert {unit: float(x) for unit, x in factors.items()} == {
-        None: 1.0,
-        "tokens": 1 / 8,
-        "sequences": 1 / 4,
-        "pairs": 1 / 2,
-        "chosen_tokens": 1.0,
-    }
-    assert isinstance(factors["tokens"], torch.Tensor) == tensors and not isinstance(
-        factors["pairs"], torch.Tensor
-    )
 
 
 def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="mean", **options):
@@ -112,10 +79,12 @@ def test_num_items_in_fp64_loses_nothing(items):
     assert float(factors.loss["tokens"]) * float(deferred) == pytest.approx(1 / items, rel=1e-15)
 
 
-def test_nothing_supervised_divides_by_nothing():
-    made, rows = of_cross_entropy(ignored=5)
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
+def test_nothing_supervised_divides_by_one(compact):
+    made, rows = of_cross_entropy(ignored=5, compact=compact)
     factors, deferred = unit_factors(made, rows, None)
-    assert all(math.isfinite(float(x)) for x in (*factors.loss.values(), *factors.metrics.values(), deferred))
+    assert {float(x) * float(deferred) for x in factors.loss.values()} == {1.0}
+    assert {float(x) for x in factors.metrics.values()} == {1.0}
 
 
 def test_units_of_pairs():

@@ -42,13 +42,6 @@ def numbers_in_row_order(lengths: list[int], roles: int) -> list[int]:
 
 
 @cases
-def test_ids_and_starts(lengths, roles):
-    segments = segments_of(lengths, roles)
-    assert segments.ids.tolist() == [i for i, length in enumerate(lengths) for _ in range(length)]
-    assert segments.starts.tolist() == [sum(lengths[:i]) for i in range(len(lengths))]
-
-
-@cases
 def test_orders(lengths, roles):
     segments = segments_of(lengths, roles)
     numbers = numbers_in_row_order(lengths, roles)
@@ -71,14 +64,6 @@ def test_sum_and_spread(lengths, roles):
     assert segments.spread(y).tolist() == [
         y.tolist()[number] for number, length in zip(numbers, lengths) for _ in range(length)
     ]
-
-
-@cases
-def test_they_are_each_others_transpose(lengths, roles):
-    segments, x, y = segments_of(lengths, roles), random(sum(lengths)), random(len(lengths), seed=1)
-    assert math.isclose(
-        torch.dot(segments.sum(x), y).item(), torch.dot(x, segments.spread(y)).item(), abs_tol=1e-12
-    )
 
 
 @cases

@@ -1,9 +1,9 @@
 """What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -58,67 +58,48 @@ def head(*shape: int):
 # -- what is refused
 
 
+def per_row(name: str, got: str) -> str:
+    return rf"expected '{name}' of Own as values of shape \(6,\), one per row.* got {re.escape(got)}; "
+
+
+def nll(value: Callable) -> Callable:
+    return lambda x: {"nll": Term(value(x))}
+
+
+NO_TERM = "expected a Term as 'nll' of Own, got"
+# Terms, and the error of the call with its text behind "terms: ".
 BAD = {
-    "a mean": (
-        lambda x: {"nll": Term(-x.mean())},
-        ValueError,
-        r"terms: expected 'nll' of Own as values of shape \(6,\), one per row",
-    ),
-    "a sum": (
-        lambda x: {"nll": Term(-x.sum())},
-        ValueError,
-        r"terms: expected 'nll' of Own as values of shape .* got \(\); ",
-    ),
-    "one number": (
-        lambda x: {"nll": Term(-x.mean()[None])},
-        ValueError,
-        r"terms: expected 'nll' of Own as .* got \(1,\); ",
-    ),
-    "a row too few": (
-        lambda x: {"nll": Term(-x[1:])},
-        ValueError,
-        r"terms: expected 'nll' of Own as .* got \(5,\); ",
-    ),
-    "a row too many": (
-        lambda x: {"nll": Term(torch.cat((x, x[:1])))},
-        ValueError,
-        r"terms: expected 'nll' of Own as .* got \(7,\); ",
-    ),
-    "two columns": (
-        lambda x: {"nll": Term(torch.stack((x, x), 1))},
-        ValueError,
-        r"terms: expected 'nll' of Own as .* got \(6, 2\); ",
-    ),
+    "a mean": (nll(lambda x: -x.mean()), ValueError, per_row("nll", "()")),
+    "one number": (nll(lambda x: -x.mean()[None]), ValueError, per_row("nll", "(1,)")),
+    "a row too few": (nll(lambda x: -x[1:]), ValueError, per_row("nll", "(5,)")),
+    "a row too many": (nll(lambda x: torch.cat((x, x[:1]))), ValueError, per_row("nll", "(7,)")),
+    "two columns": (nll(lambda x: torch.stack((x, x), 1)), ValueError, per_row("nll", "(6, 2)")),
     "the second term": (
         lambda x: {"nll": Term(-x), "reg": Term(x.mean())},
         ValueError,
-        r"terms: expected 'reg' of Own as values",
+        per_row("reg", "()"),
     ),
     "no part": (
         lambda x: {},
         ValueError,
-        r"terms: expected at least one part of the loss from Own.terms, got none; ",
+        "expected at least one part of the loss from Own.terms, got none; ",
     ),
-    "no Term": (lambda x: {"nll": -x}, TypeError, r"terms: expected a Term as 'nll' of Own, got Tensor; "),
-    "a pair for a Term": (
-        lambda x: {"nll": (-x, "tokens")},
-        TypeError,
-        r"terms: expected a Term as 'nll' of Own, got tuple; ",
-    ),
+    "no Term": (lambda x: {"nll": -x}, TypeError, f"{NO_TERM} Tensor; "),
+    "a pair for a Term": (lambda x: {"nll": (-x, "tokens")}, TypeError, f"{NO_TERM} tuple; "),
     "no tensor": (
         lambda x: {"nll": Term(1.0, over=None)},
         TypeError,
-        r"terms: expected a tensor of values for 'nll' of Own, got float; ",
+        "expected a tensor of values for 'nll' of Own, got float; ",
     ),
     "no unit": (
         lambda x: {"nll": Term(-x, over="token")},
         ValueError,
-        r"terms: expected over= one of .* in 'nll' of Own, got 'token'",
+        "expected over= one of .* in 'nll' of Own, got 'token'",
     ),
     "a mask in the loss": (
         lambda x: {"nll": Term(-x, over=x.exp())},
         ValueError,
-        r"terms: expected .* in 'nll' of Own, ",
+        "expected .* in 'nll' of Own, ",
     ),
 }
 
@@ -128,9 +109,7 @@ BAD = {
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
 def test_terms_that_are_refused(kind, values, error, message, reduction):
     loss = own(lambda x, batch: (values(x), {}), kind)(reduction=reduction)
-    if kind is LogitsLoss:
-        message = message
-    with pytest.raises(error, match=f"^{message}"):
+    with pytest.raises(error, match=f"^terms: {message}"):
         loss(*head(6))
 
 
@@ -286,18 +265,6 @@ def test_sequence_inputs_of_a_loss_of_tokens_are_refused_where_the_class_is_defi
     own(lambda x, batch: ({"own": Term(x)}, {}), sequence_inputs=("offsets",), scope="batch")
 
 
-def test_sequence_inputs_are_refused_in_a_decorated_class():
-    with pytest.raises(TypeError, match="^sequence_inputs: expected none in Decorated"):
-
-        @dataclass(frozen=True, kw_only=True)
-        class Decorated(TokenLoss):
-            gamma: float = 1.0
-            sequence_inputs: ClassVar = ("offsets",)
-
-            def terms(self, stats, batch):
-                return {"own": Term(stats.logps)}, {}
-
-
 # -- statistics
 
 
@@ -332,10 +299,6 @@ def test_a_statistic_that_is_declared(name, by, reduction):
     assert loss(*head(6)).metrics["seen"].isfinite()
 
 
-def nll(self, stats, batch):
-    return {"own": Term(-stats.logps)}, {}
-
-
 @pytest.mark.parametrize("by", ["attribute", "property"])
 @pytest.mark.parametrize(
     ("field", "names", "message"),
@@ -350,7 +313,7 @@ def nll(self, stats, batch):
 def test_statistics_that_are_not_there_are_refused_in_the_class(field, names, message, by):
     value = names if by == "attribute" else property(lambda self: names)
     with pytest.raises(TypeError, match=f"^{field}: expected {message}"):
-        made = type("Own", (TokenLoss,), {"terms": nll, field: value})
+        made = type("Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({}, {}), field: value})
         assert by == "property"  # known where the loss is made
         made()
 
@@ -489,16 +452,42 @@ def test_a_loss_is_checked_once(kind, reduction, checks):
     assert checks == once * 2, "another one is not"
 
 
+# Right of one row, pair or sequence, and wrong of two: values, kind of the loss, shapes of the two calls.
+OF_SEQUENCES = {"scope": "group", "unit": "sequences"}
+RIGHT_OF_ONE = {
+    "row": (lambda x, batch: Term(-x.mean()[None]), {}, (1,), (2,)),
+    "pair": (
+        lambda x, batch: Term(batch.sum_by_sequence(x).mean()[None], over="pairs"),
+        SEQUENCES,
+        (2, 5),
+        (6, 5),
+    ),
+    "sequence of a pair": (
+        lambda x, batch: Term(batch.sum_by_sequence(x)[:2], over="pairs", of="sequences"),
+        SEQUENCES,
+        (2, 5),
+        (6, 5),
+    ),
+    "sequence": (
+        lambda x, batch: Term(batch.sum_by_sequence(x).mean()[None], over="sequences"),
+        OF_SEQUENCES,
+        (1, 5),
+        (4, 5),
+    ),
+}
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-def test_one_row_shows_nothing(kind, reduction):
+@pytest.mark.parametrize(("value", "attributes", "one", "two"), RIGHT_OF_ONE.values(), ids=RIGHT_OF_ONE)
+def test_one_of_them_shows_nothing(value, attributes, one, two, kind, reduction):
     """A mean over one row has the shape of a value per row: the next slice must raise."""
-    loss = own(lambda x, batch: ({"nll": Term(-x.mean()[None])}, {}), kind)(reduction=reduction)
-    loss(*head(1))
-    with pytest.raises(
-        ValueError, match=r"^terms: expected 'nll' of Own as values of shape \(2,\), one per row, got \(1,\)"
-    ):
-        loss(*head(2))
+    if attributes and kind is LogitsLoss:
+        pytest.skip("a loss of logits has values per row")
+    loss = own(lambda x, batch: ({"own": value(x, batch)}, {}), kind, **attributes)(reduction=reduction)
+    loss(*head(*one))
+    with pytest.raises(ValueError, match=r"^terms: expected 'own' of Own as values of shape .*per row.* got"):
+        loss(*head(*two))
 
 
 def test_one_row_is_checked_again(checks):
@@ -506,33 +495,6 @@ def test_one_row_is_checked_again(checks):
     for rows in (1, 1, 2, 1, 7):
         loss(*head(rows))
     assert checks == [1, 1, 2]
-
-
-@pytest.mark.parametrize("wrong", ["one number", "a sequence"])
-def test_one_pair_shows_nothing(wrong):
-    """Of one pair, a single number is a value per pair."""
-
-    def values(x, batch):
-        sums = batch.sum_by_sequence(x)
-        if wrong == "one number":
-            return {"own": Term(sums.mean()[None], over="pairs")}, {}
-        return {"own": Term(sums[:2], over="pairs", of="sequences")}, {}
-
-    loss = own(values, **SEQUENCES)()
-    loss(*head(2, 5))
-    with pytest.raises(ValueError, match=r"^terms: expected 'own' of Own as values of shape"):
-        loss(*head(6, 5))
-
-
-def test_one_sequence_shows_nothing():
-    loss = own(
-        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x).mean()[None], over="sequences")}, {}),
-        scope="group",
-        unit="sequences",
-    )()
-    loss(*head(1, 5))
-    with pytest.raises(ValueError, match=r"^terms: expected 'own' of Own as values of shape"):
-        loss(*head(4, 5))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -549,13 +511,6 @@ def test_checked_for_each_set_of_inputs_that_are_none(reduction):
         with pytest.raises(ValueError, match="^terms: expected 'own' of Own"):
             loss(hidden, weight, targets, weights=torch.ones(6, device=DEVICE))
     loss(hidden, weight, targets)
-
-
-def test_a_refused_loss_is_refused_again():
-    loss = own(lambda x, batch: ({"nll": Term(x.mean())}, {}))()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="^terms: "):
-            loss(*head(6))
 
 
 # -- while torch.compile traces, and on fake tensors

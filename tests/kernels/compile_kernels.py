@@ -11,61 +11,35 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.kernels.offline import Source, compile_sources, jitted
+from logitless.kernels.head import (
+    cross_entropy_triton,
+    divergence_triton,
+    scale_triton,
+    select_triton,
+    shards_triton,
+    sums_triton,
+    targets_triton,
+)
+from logitless.kernels.ids import gathered_triton, sets_triton, slots, slots_triton
+from tests.kernels.offline import Source, compile_sources, jitted, kernel_modules
 
-BLOCK, LONG_BLOCK = 1024, 2048
-SCALE_BLOCK, COMBINE_BLOCK, SUM_BLOCK = 2048, 128, 2048
 TYPES = ("fp32", "bf16", "fp16")
 # Dtype of the logits and of the products (weight, hidden states, gradient): the latter may be narrower.
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
-INTEGERS = (
-    "numel",
-    "y_numel",
-    "y_columns",
-    "n",
-    "start",
-    "width",
-    "V",
-    "common",
-    "ignore_index",
-    "ignored",
-    "columns",
-    "count",
-    "length",
-    "bounds",
-    "N",
-    "write",
-    "rows",
-    "k",
-    "H",
-    "C",
-    "rank",
-    "ranks",
+INTEGERS = set(
+    "numel y_numel y_columns n start width V common ignore_index ignored columns count length bounds N write"
+    " rows k H C rank ranks".split()
 )
-INT64 = (
-    "columns_ptr",
-    "targets_ptr",
-    "labels_ptr",
-    "teacher_rows_ptr",
-    "ids_ptr",
-    "order_ptr",
-    "starts_ptr",
-    "found_ptr",
-    "counts_ptr",
-    "masked_ptr",
-    "bounds_ptr",
-    "own_ptr",
+INT64 = set(
+    "columns_ptr targets_ptr labels_ptr teacher_rows_ptr ids_ptr order_ptr starts_ptr found_ptr counts_ptr"
+    " masked_ptr bounds_ptr own_ptr".split()
 )
-INT32, INT8 = ("scratch_ptr", "rows_ptr", "tokens_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr")
-SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
-SLOTS, RUN_SLOTS, RUN_BLOCK, COMPARED = 8, 2, 2048, 64
-READ_SLOTS = 64
+INT32 = {"scratch_ptr", "rows_ptr", "tokens_ptr"}
+INT8 = {"wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr"}
 # Kernels with one warp a program, which reads few numbers.
 ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")
-FEWEST_SLOTS, MOST_SLOTS = 16, 256
-MARK_BLOCK, COUNTED, POSITIONS, POSITION_SLOTS = 1024, 4096, 16, 64
 
 
 class Combination(NamedTuple):
@@ -107,9 +81,9 @@ def row_combinations() -> Iterator[Combination]:
             "WRITE": write,
             "ALIAS": gradient != logits,
         }
-        flags["BLOCK"] = BLOCK if extra else LONG_BLOCK
+        flags["BLOCK"] = cross_entropy_triton.BLOCK if extra else cross_entropy_triton.LONG_BLOCK
         # With the maxima of tiles, for the k best.
-        tiles = {0, SELECT_TILE} if extra and not (total or write) else {0}
+        tiles = {0, select_triton.TILE} if extra and not (total or write) else {0}
         for tile, head in itertools.product(tiles, heads()):
             flags["TILE"] = tile
             yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | head)
@@ -120,8 +94,9 @@ def gradient_combinations() -> Iterator[Combination]:
         PAIRS, ((False, False), (True, False), (True, True))
     ):
         for head in heads():
-            flags = {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product, "BLOCK": BLOCK}
-            yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
+            flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
+            flags["BLOCK"] = cross_entropy_triton.BLOCK
+            yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
 
 
 # MODE with OVERLAP, ROWS and MASS, of DistillationLoss, where total variation alone is a function of the
@@ -134,7 +109,8 @@ def divergence_combinations() -> Iterator[Combination]:
     for (logits, product), (mode, overlap), plain, split in itertools.product(
         PAIRS, OVERLAPS, *[(False, True)] * 2
     ):
-        flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product, "BLOCK": BLOCK}
+        flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product}
+        flags["BLOCK"] = divergence_triton.BLOCK
         flags |= dict(zip(("OVERLAP", "ROWS", "MASS"), overlap, strict=True))
         yield combination("divergence_kernel", {"student": logits, "teacher": logits, "grad": product}, flags)
 
@@ -154,18 +130,18 @@ def shard_combinations() -> Iterator[Combination]:
             "ALIAS": gradient != logits,
             "OVERLAP": overlap,
             "ROWS": rows,
-            "BLOCK": BLOCK,
+            "BLOCK": divergence_triton.BLOCK,
         }
         yield combination("shard_kernel", {"student": logits, "teacher": logits, "grad": gradient}, flags)
 
 
 def scale_combinations() -> Iterator[Combination]:
-    both = False, True
+    both, block = (False, True), {"BLOCK": scale_triton.BLOCK}
     for x, out in itertools.product(TYPES, TYPES):
         for in_place in {False, x == out}:
             # One matrix alone stands in for the other, too.
             pointers = {"x": x, "out": out, "y": x, "y_out": out}
-            flags = {"PAIR": False, "IN_PLACE": in_place, "Y_IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
+            flags = {"PAIR": False, "IN_PLACE": in_place, "Y_IN_PLACE": in_place} | block
             yield combination("scale_all_kernel", pointers, flags)
             for two in both:
                 yield combination("scale_kernel", pointers, flags | {"TWO": two})
@@ -177,50 +153,51 @@ def scale_combinations() -> Iterator[Combination]:
         for first, out, y, y_out in itertools.product(firsts, kinds, kinds, kinds):
             for in_place, y_in_place in itertools.product({False, first == out}, {False, y == y_out}):
                 pointers = {"x": first, "out": out, "y": y, "y_out": y_out}
-                flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
+                flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place} | block
                 yield combination("scale_all_kernel", pointers, flags)
         # Features and d_features; in fp16 these are in fp32.
         rows = "fp32" if x == "fp16" else x
         for in_place, two in itertools.product(both, both):
             pointers = {"x": x, "out": x, "y": rows, "y_out": rows}
-            flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": True, "BLOCK": SCALE_BLOCK}
+            flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": True} | block
             yield combination("scale_kernel", pointers, flags | {"TWO": two})
 
 
 def sum_combinations() -> Iterator[Combination]:
-    yield combination("sums_kernel", {}, {"BLOCK": SUM_BLOCK})
+    yield combination("sums_kernel", {}, {"BLOCK": sums_triton.BLOCK})
 
 
 def select_combinations() -> Iterator[Combination]:
     for logits, bias in itertools.product(TYPES, (False, True)):
-        flags = {"TILE": SELECT_TILE, "HAS_BIAS": bias}
-        yield combination("tile_max_kernel", {"logits": logits}, flags | {"BLOCK": SELECT_BLOCK})
+        flags = {"TILE": select_triton.TILE, "HAS_BIAS": bias}
+        yield combination("tile_max_kernel", {"logits": logits}, flags | {"BLOCK": select_triton.BLOCK})
         yield combination("select_kernel", {"logits": logits}, flags | {"TILES": 16, "K": 16})
     # 64 of 151,936 ids; that takes seconds to compile.
     yield combination("select_kernel", {"logits": "bf16"}, flags | {"TILES": 4096, "K": 64})
 
 
 def gathered_combinations() -> Iterator[Combination]:
-    slots, run = {"BLOCK": BLOCK, "SLOTS": SLOTS}, {"BLOCK": RUN_BLOCK, "SLOTS": RUN_SLOTS}
-    yield combination("first_slots_kernel", {}, {"SLOTS": COMPARED})
-    yield combination("wrong_slots_kernel", {}, {"SLOTS": COMPARED})
+    slot = {"BLOCK": gathered_triton.BLOCK, "SLOTS": gathered_triton.SLOTS}
+    run = {"BLOCK": gathered_triton.RUN_BLOCK, "SLOTS": gathered_triton.RUN_SLOTS}
+    yield combination("first_slots_kernel", {}, {"SLOTS": gathered_triton.COMPARED})
+    yield combination("wrong_slots_kernel", {}, {"SLOTS": gathered_triton.COMPARED})
     for x in TYPES:
-        yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
+        yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slot)
         for out in {x, "fp32"}:
-            sums, pointers = slots, {"weight": x, "out": out, "base": out}
-            yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
+            pointers = {"weight": x, "out": out, "base": out}
+            yield combination("weighted_rows_kernel", pointers, slot | {"HAS_BASE": False})
             if out == x or x == "fp16":
-                yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
+                yield combination("weighted_rows_kernel", pointers, slot | {"HAS_BASE": True})
             for ragged in (False, True):
-                yield combination("piece_kernel", {"hidden": x}, slots | {"RAGGED": ragged})
+                yield combination("piece_kernel", {"hidden": x}, slot | {"RAGGED": ragged})
                 for first in (False, True):
                     flags = run | {"RAGGED": ragged, "FIRST": first}
                     yield combination("run_kernel", {"hidden": x, "total": out}, flags)
 
 
 def set_combinations() -> Iterator[Combination]:
-    both, read = (False, True), {"SLOTS": READ_SLOTS}
-    products = {"BLOCK": BLOCK, "SLOTS": SLOTS}
+    both, read = (False, True), {"SLOTS": sets_triton.READ}
+    products = {"BLOCK": sets_triton.BLOCK, "SLOTS": sets_triton.SLOTS}
     for x in TYPES:
         yield combination("slot_products_kernel", {"hidden": x, "weight": x, "out": "fp32"}, products)
         for out in {x, "fp32"}:
@@ -239,18 +216,20 @@ def set_combinations() -> Iterator[Combination]:
 
 def target_combinations() -> Iterator[Combination]:
     for others in (0, 1, 2, 3):
-        yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
-    yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
-    yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": MARK_BLOCK})
+        yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": targets_triton.BLOCK})
+    yield combination(
+        "one_per_position_kernel", {}, {"POSITIONS": targets_triton.POSITIONS, "SLOTS": targets_triton.SLOTS}
+    )
+    yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": targets_triton.BLOCK})
     for packed in (False, True):
-        yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": COUNTED})
+        yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": targets_triton.COUNTED})
     for items in (False, True):
-        yield combination("clamp_kernel", {}, {"HAS_ITEMS": items, "BLOCK": MARK_BLOCK})
-    yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
+        yield combination("clamp_kernel", {}, {"HAS_ITEMS": items, "BLOCK": targets_triton.BLOCK})
+    yield combination("shard_columns_kernel", {}, {"BLOCK": targets_triton.BLOCK})
 
 
 def slot_combinations() -> Iterator[Combination]:
-    few, both = {"K": FEWEST_SLOTS}, (False, True)
+    few, both = {"K": slots_triton.FEWEST}, (False, True)
     for head in heads():
         for logits in TYPES:
             yield combination("pop_logits_kernel", {"logits": logits}, few | head)
@@ -264,7 +243,7 @@ def slot_combinations() -> Iterator[Combination]:
     # In fp16, which holds no unnormalized exponentials, a frozen head's chunk is written in a second pass.
     yield combination("scatter_kernel", {"grad": "fp16"}, few | {"SAME": True})
     # As many as the kernels hold.
-    most = {"K": MOST_SLOTS}
+    most = {"K": slots.MOST_SLOTS}
     everything = dict.fromkeys(names, True)
     yield combination("pop_logits_kernel", {"logits": "bf16"}, most | {"HAS_BIAS": True, "HAS_SOFTCAP": True})
     flags = {"HAS_BIAS": True, "HAS_SOFTCAP": True, "EXTRA": True}
@@ -289,7 +268,7 @@ def combine_combinations() -> Iterator[Combination]:
             "SUM": total,
             "SQUARES": squares,
             "STATISTICS": numbers,
-            "BLOCK": COMBINE_BLOCK,
+            "BLOCK": shards_triton.BLOCK,
         }
         flags |= {"WRITE": grad is not None, "HAS_SOFTCAP": softcap}
         yield combination("merge_kernel", {"grad": grad or "fp32"}, flags)
@@ -335,55 +314,15 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
 def source(number: int, c: Combination) -> Source:
     """Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized, and
     one as a launch without."""
-    from logitless.kernels.head import (
-        cross_entropy_triton,
-        divergence_shard_triton,
-        divergence_triton,
-        scale_triton,
-        select_triton,
-        shards_triton,
-        sums_triton,
-        targets_triton,
-    )
-    from logitless.kernels.ids import gathered_triton, sets_triton, slots, slots_triton
-
-    assert (MARK_BLOCK, COUNTED) == (targets_triton.BLOCK, targets_triton.COUNTED)
-    assert (POSITIONS, POSITION_SLOTS) == (targets_triton.POSITIONS, targets_triton.SLOTS)
-    assert (FEWEST_SLOTS, MOST_SLOTS) == (slots_triton.FEWEST, slots.MOST_SLOTS)
-    assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
-    tiles = gathered_triton.SLOTS, gathered_triton.BLOCK, gathered_triton.RUN_SLOTS, gathered_triton.RUN_BLOCK
-    assert (SLOTS, BLOCK, RUN_SLOTS, RUN_BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
-    assert (SLOTS, BLOCK, READ_SLOTS) == (sets_triton.SLOTS, sets_triton.BLOCK, sets_triton.READ)
-    assert SELECT_WARPS == select_triton.SELECT_WARPS
-    assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
-    assert (
-        SCALE_BLOCK == scale_triton.BLOCK
-        and SUM_BLOCK == sums_triton.BLOCK
-        and COMBINE_BLOCK == shards_triton.BLOCK
-        and BLOCK == divergence_triton.BLOCK
-    )
-    modules = (
-        cross_entropy_triton,
-        divergence_triton,
-        divergence_shard_triton,
-        gathered_triton,
-        scale_triton,
-        sums_triton,
-        select_triton,
-        sets_triton,
-        shards_triton,
-        slots_triton,
-        targets_triton,
-    )
-    kernel = jitted(next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel)))
+    kernel = jitted(getattr(kernel_modules()[c.kernel], c.kernel))
     types, attributes = signature(kernel.arg_names, c), {}
     for i, name in enumerate(types):
         if number % 2 and (name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    warps = SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
+    warps = select_triton.SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
     warps = 1 if c.kernel in ONE_WARP else warps
-    if dict(c.constants).get("K") == MOST_SLOTS:
-        warps = slots_triton.sizes(MOST_SLOTS)["num_warps"]
+    if dict(c.constants).get("K") == slots.MOST_SLOTS:
+        warps = slots_triton.sizes(slots.MOST_SLOTS)["num_warps"]
     return Source(kernel, types, dict(c.constants), attributes, warps)
 
 

@@ -5,6 +5,8 @@ compiled for every target under the oldest and the newest supported Triton. Othe
 targets takes an eighth under each, so that what is compiled is compiled once.
 """
 
+import functools
+import importlib
 import itertools
 import os
 import subprocess
@@ -15,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+import logitless
 
 ROOT = Path(__file__).parents[2]
 TRITONS = ("3.6.0", "3.9.0")
@@ -27,6 +31,15 @@ def jitted(kernel: object) -> object:
     from logitless.kernels.launch import CachedLaunch
 
     return kernel.kernel if isinstance(kernel, CachedLaunch) else kernel
+
+
+@functools.cache
+def kernel_modules() -> dict[str, object]:
+    """The module of every kernel that is launched, by the kernel's name."""
+    library = Path(logitless.__file__).parent
+    paths = sorted(path.relative_to(library.parent) for path in library.rglob("*_triton.py"))
+    modules = [importlib.import_module(".".join(path.with_suffix("").parts)) for path in paths]
+    return {name: module for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
 class Source(NamedTuple):

@@ -19,9 +19,20 @@ from logitless import (
     linear_topk,
 )
 from tests.cases import DTYPES, operands
+
+pytest.importorskip("triton")
+
 from tests.kernels.compile_kernels import INT8, INT32, INT64, combination, combinations
 from tests.kernels.hopper.compile_fused_projection import variants as fused_variants
-from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation, jitted, pairwise
+from tests.kernels.offline import (
+    INTERPRETED,
+    TRITONS,
+    by_target,
+    check_compilation,
+    jitted,
+    kernel_modules,
+    pairwise,
+)
 
 
 @pytest.mark.offline
@@ -69,20 +80,7 @@ def test_any_two_choices_of_a_kernel_are_compiled_together():
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # What a kernel takes in several dtypes.
-STREAMED = (
-    "logits",
-    "student",
-    "teacher",
-    "grad",
-    "x",
-    "out",
-    "hidden",
-    "weight",
-    "total",
-    "base",
-    "y",
-    "y_out",
-)
+STREAMED = tuple("logits student teacher grad x out hidden weight total base y y_out".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,54 +137,14 @@ class Recorder:
 @pytest.fixture
 def launches(monkeypatch):
     """What the launchers ask for, while nothing is computed."""
-    pytest.importorskip("triton")
     from logitless.kernels import TRITON_DTYPES
-    from logitless.kernels.head import (
-        cross_entropy,
-        cross_entropy_triton,
-        divergence,
-        divergence_shard_triton,
-        divergence_triton,
-        scale,
-        scale_triton,
-        select,
-        select_triton,
-        targets,
-        targets_triton,
-    )
-    from logitless.kernels.ids import gathered, gathered_triton, sets, sets_triton, slots, slots_triton
+    from logitless.kernels.head import cross_entropy, divergence, scale, select, targets
+    from logitless.kernels.ids import gathered, sets, slots
 
     found = set()
     for module in (cross_entropy, divergence, gathered, scale, select, sets, slots, targets):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in TRITON_DTYPES)
-    for module, name in (
-        (cross_entropy_triton, "row_kernel"),
-        (cross_entropy_triton, "logits_gradient_kernel"),
-        (divergence_triton, "divergence_kernel"),
-        (divergence_shard_triton, "shard_kernel"),
-        (scale_triton, "scale_kernel"),
-        (scale_triton, "scale_all_kernel"),
-        (select_triton, "tile_max_kernel"),
-        (select_triton, "select_kernel"),
-        (gathered_triton, "wrong_slots_kernel"),
-        (gathered_triton, "first_slots_kernel"),
-        (gathered_triton, "gathered_logits_kernel"),
-        (gathered_triton, "weighted_rows_kernel"),
-        (gathered_triton, "piece_kernel"),
-        (gathered_triton, "run_kernel"),
-        (sets_triton, "slot_products_kernel"),
-        (sets_triton, "picked_logits_kernel"),
-        (sets_triton, "set_statistics_kernel"),
-        (sets_triton, "set_gradient_kernel"),
-        (sets_triton, "slot_rows_kernel"),
-        (slots_triton, "pop_logits_kernel"),
-        (slots_triton, "slot_statistics_kernel"),
-        (slots_triton, "sparse_grad_kernel"),
-        (slots_triton, "scatter_kernel"),
-        (targets_triton, "mark_kernel"),
-        (targets_triton, "count_kernel"),
-        (targets_triton, "one_per_position_kernel"),
-    ):
+    for name, module in kernel_modules().items():
         monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))
     return found
 

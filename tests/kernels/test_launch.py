@@ -1,7 +1,5 @@
 """`cached_launch` launches the kernel that Triton compiled for operands of the same kind, and no other."""
 
-import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +10,10 @@ pytest.importorskip("triton")
 from triton.knobs import HookChain  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-import logitless  # noqa: E402
 from logitless.kernels import launch  # noqa: E402
 from logitless.kernels.head import scale_triton  # noqa: E402
 from logitless.kernels.launch import OF_CHUNKS, CachedLaunch  # noqa: E402
-from tests.kernels.offline import INTERPRETED, jitted  # noqa: E402
+from tests.kernels.offline import INTERPRETED, jitted, kernel_modules  # noqa: E402
 from tests.support import DEVICE  # noqa: E402
 
 MEMORY = torch.zeros(64)
@@ -144,20 +141,12 @@ def test_another_device(kernel, monkeypatch):
     assert kernel.compiled == 2
 
 
-def kernels() -> dict[str, object]:
-    """All that are launched, by name."""
-    library = Path(logitless.__file__).parent
-    paths = sorted(path.relative_to(library.parent) for path in library.rglob("*_triton.py"))
-    modules = [vars(importlib.import_module(".".join(path.with_suffix("").parts))) for path in paths]
-    return {name: x for module in modules for name, x in module.items() if name.endswith("_kernel")}
-
-
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("name, kernel", [pytest.param(*x, id=x[0]) for x in kernels().items()])
-def test_what_changes_from_chunk_to_chunk_compiles_nothing(name, kernel):
+@pytest.mark.parametrize("name, module", kernel_modules().items())
+def test_what_changes_from_chunk_to_chunk_compiles_nothing(name, module):
     sizes, vectors = OF_CHUNKS.values()
     assert {"C", "partial_stride"} <= {*sizes} and {"targets_ptr", "logps_ptr", "soft_ptr"} <= {*vectors}
-    for param in jitted(kernel).params:
+    for param in jitted(getattr(module, name)).params:
         assert param.do_not_specialize or param.name not in sizes, param.name
         assert param.do_not_specialize_on_alignment or param.name not in vectors, param.name
 
