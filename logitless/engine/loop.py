@@ -4,15 +4,17 @@ The loop has no branch for a feature. LoRA, layers and shards of the head are in
 loss is in the Objective; heads and main gradients are in the Gradients.
 """
 
-from contextlib import nullcontext
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from logitless.engine.chunk import Chunk
+import torch
+
 from logitless.engine.gradients import Gradients
 from logitless.engine.objectives.base import Objective
 from logitless.engine.plan import Plan
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.rows import Rows
-from logitless.engine.side_stream import side_stream
 
 
 def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients) -> None:
@@ -79,3 +81,32 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
             arrival = head.reduce(chunk)  # start the sum over ranks
             gradients.add(chunk, head)  # product 3, overlaps the sum
             head.scatter(chunk, arrival)  # wait for the sum, layers backward, write rows of d_hidden
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def side_stream(device: torch.device, *, useful: bool) -> AbstractContextManager:
+    """Context whose body runs on a side stream, if the device is a GPU and `useful` is set.
+
+    Evaluating a loss is about a hundred kernels of a few microseconds each, which overlap a product.
+
+    The body starts after the kernels that were queued before this call, and overlaps kernels that are queued
+    between this call and the `with` statement. The main stream waits for the side stream at the end of the
+    context.
+    """
+    if not useful or device.type != "cuda":
+        return nullcontext()
+    return _beside(device, torch.cuda.current_stream(device).record_event())
+
+
+@contextmanager
+def _beside(device: torch.device, queued_before: torch.cuda.Event) -> Iterator[None]:
+    stream = _stream(device)
+    main = torch.cuda.current_stream(device)
+    stream.wait_event(queued_before)
+    with torch.cuda.stream(stream):
+        yield
+    main.wait_stream(stream)

@@ -1,18 +1,40 @@
-"""`Projection`: the products of hidden states and gradients with the head, and the layers in front of it."""
+"""`Projection`: the products of a `Chunk` with the head, and the layers in front of the head."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall, Layers, d_hidden_dtype
-from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import identity_hooks
-from logitless.engine.plan import Plan
+from logitless.engine.plan import Plan, Step
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection
 from logitless.kernels.head.scale import scale_all
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
+
+
+@dataclass
+class Chunk:
+    """The rows of one step of the chunk loop: their logits, and the gradient that overwrites the logits.
+
+    The loop fills the tensors that are None at first.
+    """
+
+    step: Step
+    row_index: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
+    logits: Tensor  # (C, V) products, a view of the loop's one buffer
+    # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower one.
+    grad_buffer: Tensor
+    features: Tensor | None = None  # (C, H) input of product 1
+    targets: Tensor | None = None  # (C,) as columns of the logits
+    ignore_index: int | None = None  # the value of an ignored target in `targets`
+    gradient: Tensor | None = None  # (C, V) d loss / d products up to `factors`, in the products' dtype
+    factor: Tensor | None = None  # (C,) row factor that the kernel of the gradient returned; None: 1
+    factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: row factors that the gradient lacks
+    d_features: Tensor | None = None  # (C, H)
+    trained: Tensor | None = None  # (C, H') features of the trained columns, the input of product 3
 
 
 class Projection:

@@ -11,8 +11,8 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.gradients import check_main_gradient, check_now
 from logitless.engine.head_view import is_head
-from logitless.engine.main_gradient import check_main_gradient, check_now
 from logitless.engine.operands import SplitHead, checked_boundaries, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.levels import is_per_sequence, per_token_shape
+from logitless.engine.layout import is_per_sequence, per_token_shape
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
 from logitless.losses.arguments import CallArguments

@@ -6,8 +6,7 @@ from typing import ClassVar, Unpack
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.layout import SequenceLayout
-from logitless.engine.levels import per_token_shape
+from logitless.engine.layout import SequenceLayout, per_token_shape
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import value_error

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.plan import Pass, Plan, Span
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import Factors, Sums, UnitFactors, means

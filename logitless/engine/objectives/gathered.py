@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Report, batch_of
 from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.plan import Plan, Span
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.rows import Rows
 from logitless.engine.terms import UnitFactors, reported
 from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logits, weighted_rows

@@ -14,12 +14,11 @@ from logitless.engine import compiled
 from logitless.engine.batch import Batch
 from logitless.engine.budget import measured_row_bytes
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
 from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes, settled
 from logitless.engine.plan import Pass, Plan, Span
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role

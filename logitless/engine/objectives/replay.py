@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.plan import Kind, Plan, Span
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.replay import GATHERED, PICKED, Replay
 from logitless.engine.rows import Rows
 from logitless.engine.terms import UnitFactors

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, Report, logits_bytes
 from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.plan import Pass, Span
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head import divergence, select
 from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics, twin_bytes

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, logits_bytes
 from logitless.engine.objectives.gathered import GatheredObjective
-from logitless.engine.objectives.ids import SLOT_BYTES, IdsObjective, best
+from logitless.engine.objectives.ids import SLOT_BYTES, IdsObjective, Reader, best
 from logitless.engine.plan import Pass, Plan
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.rows import Rows
-from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors
 from logitless.kernels.head import cross_entropy as kernels

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, Report, batch_of
-from logitless.engine.objectives.ids import best
+from logitless.engine.objectives.ids import Reader, best
 from logitless.engine.plan import Pass, Plan, Span
-from logitless.engine.projection import Projection
+from logitless.engine.projection import Chunk, Projection
 from logitless.engine.rows import Rows
-from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
 from logitless.kernels import fused_projection as fused
