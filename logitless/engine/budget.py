@@ -145,10 +145,10 @@ class _Example(NamedTuple):
         if self.teacher_width:
             inputs["teacher_logits"] = make(MEASURED_ROWS, self.teacher_width, dtype=self.dtype)
         units = dict.fromkeys((*UNITS, None), make((), dtype=torch.float32) + 1)
-        given = ChunkInputs(
+        chunk_inputs = ChunkInputs(
             None, make(MEASURED_ROWS, dtype=torch.int64), inputs, UnitFactors(units, units), None
         )
-        return make(MEASURED_ROWS, self.width, dtype=self.dtype), given
+        return make(MEASURED_ROWS, self.width, dtype=self.dtype), chunk_inputs
 
 
 def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:

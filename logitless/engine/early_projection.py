@@ -64,14 +64,14 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
     elif streak is not None and streak.length >= streak.needed:
         early = EarlyProjection(call)
         try:
-            found = run(early.call, early.rows)
+            result = run(early.call, early.rows)
         except Exception:
             if early.is_valid():
                 raise
         else:
             if early.is_valid():
-                return found
-            del found  # free the result before the second pass allocates
+                return result
+            del result  # free the result before the second pass allocates
         streak.length = 0
         streak.needed *= PATIENCE
     call, rows = resolve_rows(call)

@@ -131,20 +131,25 @@ class SamplingMask:
         for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
             if mask is None:
                 continue
-            given, offsets = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in mask)
+            token_ids, offsets = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in mask)
             tokens = offsets.shape[0] - 1
             if start < 0 or start + tokens > length:
                 raise ValueError(
                     f"masks: expected completions inside {length} positions, got {tokens} tokens from "
                     f"position {start} in row {row}; cut masks and completions alike."
                 )
-            if tokens < 0 or offsets[0] != 0 or (offsets.diff() < 0).any() or offsets[-1] > given.shape[0]:
+            if (
+                tokens < 0
+                or offsets[0] != 0
+                or (offsets.diff() < 0).any()
+                or offsets[-1] > token_ids.shape[0]
+            ):
                 raise ValueError(
-                    f"masks: expected offsets that rise from 0 to at most {given.shape[0]}, got others in "
+                    f"masks: expected offsets that rise from 0 to at most {token_ids.shape[0]}, got others in "
                     f"row {row}; pass the server's token_ids and offsets of the same completion."
                 )
             lengths[row, start : start + tokens] = offsets.diff()
-            ids.append(given[: offsets[-1]])
+            ids.append(token_ids[: offsets[-1]])
         flat = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
         offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
         return cls(flat.to(device), offsets.to(device), missing=missing)

@@ -53,8 +53,8 @@ class Ordered(NamedTuple):
         rows = torch.where(supervised, rows, count)
         order = rows.argsort(stable=True)
         rows = rows[order]
-        known = rows < count
-        starts = torch.cat((known[:1], (rows[1:] != rows[:-1]) & known[1:]))
+        supervised_rows = rows < count
+        starts = torch.cat((supervised_rows[:1], (rows[1:] != rows[:-1]) & supervised_rows[1:]))
         return cls(order, rows, starts, starts.cumsum(0) - 1, piece)
 
     @property

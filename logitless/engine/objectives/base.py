@@ -145,12 +145,12 @@ def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
 
 def settled(call: HeadCall, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
     """(loss up to the deferred factor, metrics in the order of `metric_names`), over all slices."""
-    first, *others = [report.total for report in reports]
-    total = sum(others, first)  # starting from 0 would cost one more kernel
+    first, *remaining = [report.total for report in reports]
+    total = sum(remaining, first)  # starting from 0 would cost one more kernel
     if call.loss.scope == "token" and call.sequences.sliced:
         # The only all-reduce of the loss of single tokens with cp_group: ranks may have different numbers of
         # chunks, so there is none per chunk.
         total = call.sequences.sum(total)
-    found = means([report.metrics for report in reports], factors, call.sequences)
+    metrics = means([report.metrics for report in reports], factors, call.sequences)
     total = total.to(call.stat_dtype)  # a loss of logits is wider if `logits_dtype` is
-    return total, [found[name].to(call.stat_dtype) for name in call.loss.metric_names]
+    return total, [metrics[name].to(call.stat_dtype) for name in call.loss.metric_names]
