@@ -145,8 +145,8 @@ class SamplingMask:
                 or offsets[-1] > token_ids.shape[0]
             ):
                 raise ValueError(
-                    f"masks: expected offsets that rise from 0 to at most {token_ids.shape[0]}, got others in "
-                    f"row {row}; pass the server's token_ids and offsets of the same completion."
+                    f"masks: expected offsets that rise from 0 to at most {token_ids.shape[0]}, got others "
+                    f"in row {row}; pass the server's token_ids and offsets of the same completion."
                 )
             lengths[row, start : start + tokens] = offsets.diff()
             ids.append(token_ids[: offsets[-1]])
