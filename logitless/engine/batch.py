@@ -227,7 +227,7 @@ class Batch:
     def is_of_groups(self, term: Any) -> bool:
         """Whether a `Term` has one value per sequence or pair.
 
-        The term's unit decides, as the shape does not where the slice has as many tokens as sequences.
+        The term's unit decides: the shape is ambiguous if the slice has as many tokens as sequences.
         """
         return term.unit != "tokens" and term.values.shape == (self.unit_lengths.get(term.unit),)
 

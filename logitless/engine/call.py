@@ -72,14 +72,14 @@ class HeadCall:
     layers: Layers | None = None
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
     sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
-    add_targets: bool = False  # whether a target that its set has not is added to it
+    add_targets: bool = False  # whether a target that is missing from its row's set is added to the set
     # Set by `unpack`: which tensors need a gradient, and their places among the trained tensors.
     needs: Needs | None = None
     slots: Slots | None = None
     # The sizes and kernels of all ranks that share the head, once they are exchanged.
     shards: Shards | None = None
 
-    # What follows from the fields. It is set where `needs` is, inside the passes.
+    # Derived from the fields above, and set together with `needs`, inside the passes.
     trainable: bool = field(init=False)  # whether anything needs a gradient
     stat_dtype: torch.dtype = field(init=False)  # of per-token statistics
     sequences: WholeSequences = field(init=False)

@@ -32,7 +32,7 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     Args:
         call: the call.
         shard: this rank's shard of the head, with the vocabulary size to check targets against; None: the
-            function finds it out.
+            function resolves the shard.
 
     Returns:
         (the call, with the shard sizes of all ranks if the head is sharded; the rows).
@@ -91,8 +91,8 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
 def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
     """The rows in the order of the teacher's rows that they are compared with.
 
-    Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
-    teacher's row of every row, as it does where the width of the logits is not known before the sync.
+    Chunks begin at multiples of a tile if the budget holds enough rows of a tile. Otherwise, or if the width
+    of the logits is not known before the sync, the host reads the teacher's row of every row.
     """
     loss = call.loss
     piece = 1

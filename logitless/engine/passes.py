@@ -159,7 +159,7 @@ def token_gradients(
 
     Args:
         call: the call.
-        numbers: (N,) statistics by name, as the forward pass returned them.
+        statistics: (N,) statistics by name, as the forward pass returned them.
         upstream: (N,) gradients of the differentiable statistics, by name.
         dlogp_dhidden: (N, H) d logp / d hidden, if the forward pass kept it.
         rows: the rows of the forward pass; None: choose them again.

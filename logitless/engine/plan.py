@@ -8,7 +8,7 @@ it). Every strategy is such a list:
 
     fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
     recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
-    cached_grad        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
+    cached_grad       read + write of d logp / d hidden, evaluate at the end       no d_weight: 2 products
     loss_only         read ... read + evaluate                                    1 product
 """
 
@@ -184,7 +184,7 @@ class Plan:
         fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         replayed = "" if self.replay is None else self.replay.describe()
-        # Statistics over kept ids are compared with those of a server, so they need the rule of both.
+        # Statistics over kept ids are compared with a server's; both must read logits of the same dtype.
         logits = f", logits in {self.logits}" if self.replay is not None else ""
         return (
             f"{head}{replayed}{gathered}{self.strategy}{parts}: "

@@ -21,7 +21,7 @@ Number = float | Tensor
 def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
     """(factors of the units in a reduced loss, the deferred power of two).
 
-    `deferred` None: choose the power of two from the main unit's factor; else use the one that is given.
+    `deferred` None: choose the power of two from the main unit's factor. Otherwise use `deferred` itself.
     """
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)

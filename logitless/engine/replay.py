@@ -4,7 +4,7 @@ Rows are of four kinds, by the number of distinct ids of their set:
 
     plain      no set: the whole vocabulary, projected as in any call
     picked     more ids than `most_gathered(V)`: projected; the ids' logits are picked from the chunk
-    gathered   2 ids and more: the products of the ids' rows of the head, and no others
+    gathered   2 ids and more: only the products with the ids' rows of the head
     certain    one id: log p = 0 and entropy = 0, without gradient; nothing is read
 
 The kind follows from a row's own set and the size of the vocabulary, so how a token is computed does not
@@ -30,7 +30,8 @@ PLAIN, PICKED, GATHERED, CERTAIN = range(4)
 # (a renormalized top-64 of 151,936 ids takes 12% of three products). A constant, so that the kind of a row
 # depends on V alone.
 BREAK_EVEN, LEAST = 180, 64
-# Log-probability below which a token of one kept id has not the log-probability over its set, which is 0.
+# The log-probability over a set of one id is 0. A sampled log-probability below this bound is of another
+# distribution.
 RAW = -1e-3
 
 
@@ -54,7 +55,8 @@ class Replay:
 
     Attributes:
         chunked: the rows that the chunk loop takes, in chunk order.
-        order: (rows,) positions of the rows in chunk order, the certain ones last; None: the rows are in it.
+        order: (rows,) positions of the rows in chunk order, the certain ones last; None: the rows already are
+            in chunk order.
         plain, picked, gathered, certain: the number of rows of each kind; with compact=False all rows count
             as picked, as the host does not know their sets.
         slots: the slots of the picked and of the gathered rows, by kind.

@@ -82,7 +82,7 @@ class Rows(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A rank's knowledge of a sharded head before the ranks exchange theirs."""
+    """This rank's shard of a head, before the ranks exchange their shards."""
 
     group: "ProcessGroup"
     code: int  # see `Shards.code`

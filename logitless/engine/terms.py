@@ -30,9 +30,9 @@ class Term(NamedTuple):
         over: the divisor of the sum. "tokens", "sequences", "pairs" or "chosen_tokens" (tokens of the first
             half of the sequences): the number of these in the call. None: 1. In a metric also a tensor of
             weights in the shape of `values`, such as a mask: the sum of the weights over the call.
-        of: what each value belongs to, in a loss whose scope is not "token": "tokens", "sequences" or
-            "pairs". None: `over` if that is "sequences" or "pairs", else "tokens"; with a warning if the
-            shape of the values contradicts that.
+        of: the unit of each value, in a loss whose scope is not "token": "tokens", "sequences" or "pairs".
+            None: `over` if `over` is "sequences" or "pairs", else "tokens"; with a warning if the shape of
+            the values contradicts this unit.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class Term(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What each value belongs to: "tokens", "sequences" or "pairs"."""
+        """The unit of each value: "tokens", "sequences" or "pairs"."""
         if self.of is not None:
             return self.of
         return self.over if isinstance(self.over, str) and self.over in GROUPS else "tokens"

@@ -31,8 +31,8 @@ class Costs(NamedTuple):
     linear_in_logps: bool  # whether the loss depends on the logits through log p(target) and lse alone
     # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
     rereads: bool
-    columns: int = 0  # number of logits per row, if the loss needs no others; 0: all
-    teacher_bytes: int = 0  # bytes per row of a teacher with rows of its own (`LossSpec.teacher_rows`)
+    columns: int = 0  # number of logits that the loss needs per row; 0: all
+    teacher_bytes: int = 0  # bytes per row of a teacher in `teacher_hidden` (`LossSpec.teacher_rows`)
 
 
 class Objective(Protocol):

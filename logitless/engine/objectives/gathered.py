@@ -1,4 +1,4 @@
-"""Losses of the logits of k given ids per token: compute these k logits per token, and no others."""
+"""Losses of the logits of k given ids per token: only these k logits per token are computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Losses of per-token statistics over the ids that a sampler kept: the softmax of a row is over its set.
 
-`ReplayProjection` multiplies the gathered rows with the rows of the head that their ids name, and all other
-rows as any projection. `ReplayObjective` computes the statistics of a set from the logits of its slots, and
-leaves the loss itself, which knows of no sets, to `TokenObjective`.
+`ReplayProjection` multiplies the gathered rows with the rows of the head that their ids name, and projects
+all other rows as `Projection` does. `ReplayObjective` computes the statistics of a set from the logits of its
+slots. `TokenObjective` evaluates the loss, which does not depend on the sets.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from logitless.kernels.matmul import project
 
 
 class ReplayProjection(Projection):
-    """A projection whose gathered rows have a number per slot as gradient (S,), in the place of (C, V)."""
+    """A projection in which the gradient of the gathered rows has one entry per slot: (S,), not (C, V)."""
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
         super().__init__(call, rows.chunked, gradients=gradients)

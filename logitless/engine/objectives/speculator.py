@@ -1,9 +1,9 @@
 """The objective of a draft's losses: rows of several steps, compared with the rows of a verifier.
 
-The rows of a call are pairs of a draft's row and a verifier's. They are sorted by the latter (`rows.py`), so
-the pairs of a chunk look at consecutive rows of the verifier, and each of these is projected once for all
-steps. Loss, acceptance rate and agreement of the pairs are kept; the metrics, which look at whole chains of
-pairs, are computed from them at the end.
+The rows of a call are pairs of a draft's row and a verifier's row. The pairs are sorted by the verifier's row
+(`teacher_rows.py`), so the pairs of a chunk are compared with consecutive rows of the verifier, and each of
+these rows is projected once for all steps. Loss, acceptance rate and agreement of the pairs are kept; the
+metrics depend on whole chains of pairs and are computed at the end.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from logitless.kernels.matmul import piece_bytes, project
 
 # Bytes of a pair's or a verifier row's vectors: statistics, factors, labels, indices.
 VECTOR_BYTES = 64
-# The same of the statistics that the ranks of a sharded vocabulary exchange.
+# Bytes of the statistics that the ranks of a sharded vocabulary exchange for a pair or a verifier row.
 SHARD_BYTES = 256
 
 
@@ -34,8 +34,8 @@ class Verifier(NamedTuple):
     """The rows of the verifier that a chunk is compared with."""
 
     logits: Tensor  # (R, D) of the draft's ids
-    # Log-sum-exp of all of the verifier's ids, and its rounding error; None: there are no others, or they
-    # do not count.
+    # Log-sum-exp over all of the verifier's ids, and its rounding error; None: the softmax is over the ids of
+    # `logits` alone.
     lse: tuple[Tensor, Tensor] | None = None
     # (R,) the draft's id of the verifier's best one, -1 where it has none.
     label: Tensor | None = None
