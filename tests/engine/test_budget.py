@@ -137,10 +137,16 @@ class Model(torch.nn.Module):
 
 
 LOSSES = {
-    "below one row": (CrossEntropyLoss(logits_budget=1), (6, H), (6,)),
-    "below a pair": (SimPOLoss(logits_budget=200_000), (2, 40, H), (2, 40)),
+    "below one row": (CrossEntropyLoss(logits_budget=1), (6,)),
+    "below one row, unreduced": (CrossEntropyLoss(logits_budget=1, reduction="none"), (6,)),
+    "below a pair": (SimPOLoss(logits_budget=200_000), (2, 40)),
 }
-warning_losses = pytest.mark.parametrize(("loss", "hidden", "targets"), LOSSES.values(), ids=LOSSES)
+warning_losses = pytest.mark.parametrize(("loss", "shape"), LOSSES.values(), ids=LOSSES)
+
+
+def operands(*shape: int, vocab: int = V) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, weight = numbers(*shape, H).requires_grad_(), numbers(vocab, H).requires_grad_()
+    return hidden, weight, torch.zeros(shape, dtype=torch.int64, device=DEVICE)
 
 
 @pytest.fixture
@@ -152,62 +158,33 @@ def caught():
 
 
 @warning_losses
-def test_a_warning_points_at_the_callers_line(loss, hidden, targets, caught):
-    hidden, weight = numbers(*hidden).requires_grad_(), numbers(V, H).requires_grad_()
-    targets = torch.zeros(targets, dtype=torch.int64, device=DEVICE)
-    here = line() + 1
-    loss(hidden, weight, targets)
+@pytest.mark.parametrize("in_module", [False, True], ids=["", "in a module"])
+def test_a_warning_points_at_the_callers_line(loss, shape, in_module, caught):
+    """torch's own frames lie between the caller of a module and its `forward`, whose line it is there."""
+    given = operands(*shape)
+    if in_module:
+        out, here = Model(loss)(*given)
+    else:
+        out, here = loss(*given), line()
     found = warned(caught)
     assert (found.filename, found.lineno) == (__file__, here)
-
-
-@warning_losses
-def test_a_warning_points_at_the_line_inside_a_module(loss, hidden, targets, caught):
-    """torch's own frames lie between the caller of a module and its `forward`."""
-    hidden, weight = numbers(*hidden).requires_grad_(), numbers(V, H).requires_grad_()
-    targets = torch.zeros(targets, dtype=torch.int64, device=DEVICE)
-    _, here = Model(loss)(hidden, weight, targets)
-    found = warned(caught)
-    assert (found.filename, found.lineno) == (__file__, here)
-
-
-def test_a_warning_points_at_the_line_of_an_unreduced_loss(caught):
-    loss, targets = (
-        CrossEntropyLoss(logits_budget=1, reduction="none"),
-        torch.zeros(6, dtype=torch.int64, device=DEVICE),
-    )
-    here = line() + 1
-    values = loss(numbers(6, H).requires_grad_(), numbers(V, H).requires_grad_(), targets).loss
-    found = warned(caught)
-    assert (found.filename, found.lineno) == (__file__, here)
-    values.sum().backward()
+    out.loss.sum().backward()
     warned(caught)  # no second one in the backward pass
 
 
-def test_each_warning_comes_once(caught):
-    loss, targets = CrossEntropyLoss(logits_budget=1), torch.zeros(6, dtype=torch.int64, device=DEVICE)
-    for _ in range(3):
-        loss(numbers(6, H), numbers(V, H), targets)
-    warned(caught)
-
-
 @warning_losses
-def test_a_warning_comes_once_for_batches_of_other_sizes(loss, hidden, targets, caught):
+def test_a_warning_comes_once_for_batches_of_other_sizes(loss, shape, caught):
     """Its numbers differ from step to step, as lengths do."""
-    for longer in range(4):
-        shape = (*hidden[:-2], hidden[-2] + longer)
-        found = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-        loss(numbers(*shape, H).requires_grad_(), numbers(V + longer, H).requires_grad_(), found)
+    *first, tokens = shape
+    for longer in (0, 0, 1, 2, 3):
+        loss(*operands(*first, tokens + longer, vocab=V + longer))
     assert "bytes" in str(warned(caught).message)
-    replace(loss, logits_budget=loss.logits_budget + 1)(
-        numbers(*shape, H).requires_grad_(), numbers(V, H).requires_grad_(), found
-    )
+    replace(loss, logits_budget=loss.logits_budget + 1)(*operands(*shape))
     assert len(caught) == 2  # another loss is another warning
 
 
 def test_a_warning_points_at_a_project_in_a_folder_called_torch(caught):
     source, file = "loss(hidden, weight, targets)", "/home/someone/torch/train.py"
-    names = {"loss": CrossEntropyLoss(logits_budget=1), "hidden": numbers(6, H), "weight": numbers(V, H)}
-    names["targets"] = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    names = dict(zip(("hidden", "weight", "targets"), operands(6)), loss=CrossEntropyLoss(logits_budget=1))
     exec(compile(source, file, "exec"), names)
     assert warned(caught).filename == file

@@ -75,43 +75,30 @@ def test_roles():
     assert DistillationLoss.roles["topk_ids"] is Role.POSITION
 
 
-@pytest.mark.parametrize("trailing", [(), (2,), (2, 3)], ids=str)
-@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 2, 3)], ids=str)
-def test_flattened_to_one_row_per_token(shape, trailing):
-    hidden, weight, targets = head(*shape)
-    given_inputs = inputs(*shape, trailing=trailing)
-    found = given(EveryRole(), hidden, weight, targets, **given_inputs)
-    N = targets.numel()
-    assert torch.equal(found.hidden, hidden.view(N, H)) and torch.equal(found.targets, targets.view(N))
-    assert found.targets.dtype == torch.int64 and found.sequence_count == 0
-    for name, x in given_inputs.items():
-        if name in ("weights", "best", "teacher_hidden"):
-            assert torch.equal(found.inputs[name], x.reshape(N, *x.shape[len(shape) :])), name
-        else:
-            assert torch.equal(found.inputs[name], x), name
-    assert found.inputs["teacher_bias"] is None
-    assert list(found.inputs) == list(EveryRole.roles)
-
-
 @pytest.mark.parametrize("trailing", [(), (2,), (3, 2)], ids=str)
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 2, 3)], ids=str)
-def test_shift_moves_what_goes_with_the_labels(shape, trailing):
-    """Position i predicts targets[i + 1]: so go its token inputs, and what is of the position stays."""
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shift"])
+def test_flattened_to_one_row_per_token(shape, trailing, shift):
+    """With shift position i predicts targets[i + 1]: token inputs move, and what is of the position stays."""
     hidden, weight, targets = head(*shape)
     given_inputs = inputs(*shape, trailing=trailing)
-    found = given(EveryRole(), hidden, weight, targets, shift=True, **given_inputs)
-    T = shape[-1]
-    rows = targets.reshape(-1, T).tolist()
-    assert found.targets.tolist() == [label for row in rows for label in (*row[1:], -100)]
+    found = given(EveryRole(), hidden, weight, targets, shift=shift, **given_inputs)
+    N, T = targets.numel(), shape[-1]
+    assert torch.equal(found.hidden, hidden.view(N, H))
+    assert found.targets.dtype == torch.int64 and found.sequence_count == 0
+    rows = [[*row[1:], -100] if shift else row for row in targets.reshape(-1, T).tolist()]
+    assert found.targets.tolist() == [label for row in rows for label in row]
     weights = given_inputs["weights"].reshape(-1, T, *trailing)
-    moved = found.inputs["weights"].view_as(weights)
-    assert torch.equal(moved[:, :-1], weights[:, 1:])
+    moved = found.inputs["weights"]
+    assert moved.shape == (N, *trailing)
+    assert torch.equal(moved.view_as(weights)[:, : T - shift], weights[:, int(shift) :])
     for name in ("best", "teacher_hidden"):
         x = given_inputs[name]
-        assert torch.equal(found.inputs[name], x.reshape(-1, x.shape[-1])), name
+        assert torch.equal(found.inputs[name], x.reshape(N, x.shape[-1])), name
     for name in ("table", "whole", "teacher_weight"):
         assert torch.equal(found.inputs[name], given_inputs[name]), name
-    assert torch.equal(found.hidden, hidden.view(-1, H))
+    assert found.inputs["teacher_bias"] is None
+    assert list(found.inputs) == list(EveryRole.roles)
 
 
 def test_shift_ends_in_the_losss_own_ignore_index():

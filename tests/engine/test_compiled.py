@@ -81,6 +81,10 @@ OWN_ERRORS = {
     "value": ValueError("mine"),
     "type": TypeError("mine"),
     "interrupt": KeyboardInterrupt(),
+    # Inductor runs kernels to choose among them, and wraps what they raise.
+    "out of memory while compiling": torch._dynamo.exc.BackendCompilerFailed(
+        lambda: None, torch.OutOfMemoryError("out of memory"), None
+    ),
 }
 
 
@@ -137,22 +141,6 @@ def test_an_error_of_the_call_itself(error, compiler):
     assert compiler.calls
 
 
-def test_out_of_memory_while_compiling_is_the_calls_own(compiler):
-    """Inductor runs kernels to choose among them, and wraps what they raise."""
-    loss, (hidden, weight, targets) = Squares(), head()
-    compiler.error = torch._dynamo.exc.BackendCompilerFailed(
-        lambda: None, torch.OutOfMemoryError("out of memory"), None
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(type(compiler.error)):
-            loss(hidden, weight, targets)
-    compiler.error = None
-    compiler.calls.clear()
-    loss(hidden, weight, targets)
-    assert compiler.calls
-
-
 FAILING: list[Exception] = []
 
 
@@ -164,30 +152,29 @@ class Failing(LogitsLoss):
         return {"squares": Term(logits.square().sum(-1))}, {}
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_out_of_memory_in_terms():
-    loss, (hidden, weight, targets) = Failing(), head()
-    FAILING.append(torch.OutOfMemoryError("CUDA out of memory"))
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            loss(hidden, weight, targets)
-    finally:
-        FAILING.clear()
-    torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))
-
-
-@pytest.mark.skipif(not NEW_DYNAMO, reason="torch 2.11 tells of a failed trace and not of what was raised")
-def test_out_of_memory_in_terms_while_it_is_traced():
-    """The real compiler: what `terms` raises while it is traced is no failure of the compiler."""
+@pytest.mark.parametrize(
+    "stance",
+    [
+        "force_eager",
+        # The real compiler: what `terms` raises while it is traced is no failure of the compiler.
+        pytest.param(
+            "default",
+            marks=pytest.mark.skipif(
+                not NEW_DYNAMO, reason="torch 2.11 tells of a failed trace and not of what was raised"
+            ),
+        ),
+    ],
+)
+def test_out_of_memory_in_terms(stance):
     torch._dynamo.reset()
     compiled._compiled.cache_clear()
     loss, (hidden, weight, targets) = Failing(), head()
-    FAILING.append(torch.OutOfMemoryError("CUDA out of memory"))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), torch.compiler.set_stance(stance):
+        warnings.simplefilter("ignore")
+        FAILING.append(torch.OutOfMemoryError("CUDA out of memory"))
+        try:
             with pytest.raises(torch.OutOfMemoryError):
                 loss(hidden, weight, targets)
-    finally:
-        FAILING.clear()
-    torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))
+        finally:
+            FAILING.clear()
+        torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))

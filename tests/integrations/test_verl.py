@@ -1,13 +1,17 @@
 """verl: log-probabilities and entropy of its actors against verl's own PyTorch backend."""
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from logitless.integrations import verl as module
 from tests.integrations.support import at, check_seam, check_text, hollow, require
@@ -168,14 +172,30 @@ def test_seams(verl):
         check_text(folder / "models/mcore" / name, gather)
 
 
-def scored(backend: str, dtype: torch.dtype, *, impl: str = "torch", **given) -> dict[str, Tensor]:
-    """What an actor's forward pass returns, and the gradients of a tiny Qwen3."""
+def test_the_options_of_the_documentation():
+    """They are keys of verl's config, whose default backend is the one that is replaced."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
+    words = re.findall(r"^    actor_rollout_ref\.model\.(\w+)=(\S+)", page, re.MULTILINE)
+    assert dict(words) == {"use_fused_kernels": "true", "external_lib": "logitless.integrations.verl_on"}
+    config = require("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    model = yaml.safe_load(config.read_text())["actor_rollout_ref"]["model"]
+    assert model["use_fused_kernels"] is False and model["external_lib"] is None
+    assert model["fused_kernel_options"] == {"impl_backend": "torch"}
+
+
+def actor(dtype: torch.dtype) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": V}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
-    model.to(dtype)._verl_fused_kernels_backend = impl
+    return model.to(dtype)
+
+
+def scored(backend: str, dtype: torch.dtype, *, impl: str = "torch", **given) -> dict[str, Tensor]:
+    """What an actor's forward pass returns, and the gradients of a tiny Qwen3."""
+    model = actor(dtype)
+    model._verl_fused_kernels_backend = impl
     ids = torch.randint(0, V, (2, S))
     out = at(BACKENDS.format(backend))(model, input_ids=ids, temperature=0.7, return_dict=True, **given)
     logps, entropy = out.log_probs.view(2, S), out.entropy.view(2, S).float()
@@ -235,6 +255,46 @@ def test_switched_on_as_verl_does_it(verl, caplog):
     assert at(module.FSDP) is not stock
     (record,) = caplog.records
     assert record.message.startswith("logitless: verl's FusedLinearForPPO.forward and linear_cross_entropy")
+
+
+def with_fsdp2() -> list[dict[str, Tensor]]:
+    """Ours in the units that verl makes (`apply_fsdp2`), the head one of its own; and the truth in fp64."""
+    hollow("verl", "verl.utils", "verl.utils.kernel", "verl.models", "verl.models.transformers")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ids = torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(rank))
+    twin = actor(torch.float64)
+    logps, entropy = full(twin.model(ids)[0], twin.lm_head.weight, ids.roll(-1, -1), 0.7)
+    scalar(logps.view(2, S), entropy.view(2, S)).backward()
+    truth = {"logps": logps.view(2, S), "entropy": entropy.view(2, S)}
+    for name, x in twin.named_parameters():
+        dist.all_reduce(x.grad)
+        truth[name] = x.grad / ranks
+
+    model = actor(torch.float32)
+    type(model).forward = at(BACKENDS.format("torch"))
+    undo = module.patch()
+    for part in (model.model.embed_tokens, *model.model.layers, model.lm_head, model):
+        fully_shard(part)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    out = model(input_ids=ids, temperature=0.7, return_dict=True)
+    undo()
+    scalar(out.log_probs.view(2, S), out.entropy.view(2, S)).backward()
+    ours = {"logps": out.log_probs.view(2, S), "entropy": out.entropy.view(2, S)}
+    ours |= {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+    return [{name: x.detach() for name, x in found.items()} for found in (ours, truth)]
+
+
+@pytest.mark.ranks
+def test_fsdp2_with_the_head_in_a_unit_of_its_own():
+    folder = require("verl")
+    check_text(
+        folder / "utils" / "fsdp_utils.py", '_wrap_by_name = set() if _tie else {"embed_tokens", "lm_head"}'
+    )
+    for ours, truth in in_processes(2, with_fsdp2):
+        for name, x in truth.items():
+            assert_close(ours[name], x.double(), 2e-6, name=name)
 
 
 @pytest.mark.ranks

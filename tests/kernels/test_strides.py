@@ -26,9 +26,10 @@ from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random, expanded, offset, poisoned, strided
 
 C, V, H, IGNORED = 6, 37, 5, -7
+DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
 HEAD, TEACHER_HEAD = LogitTransform(6.0, 0.8, 1.3), LogitTransform(None, 1.2, 1.0)
-PAIRS = {"fp32": (torch.float32, torch.float32), "to bf16": (torch.float32, torch.bfloat16)}
-pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS.values(), ids=PAIRS)
+# Of gradients, beside logits in fp32, and of the matrices of a product.
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 LAYOUTS = ["strided", "offset", "expanded, even", "expanded, odd"]
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 triton_runs = uses_triton(DEVICE, torch.float32)
@@ -39,17 +40,21 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return Random(seed).normal(*shape)
 
 
-def operands(dtype: torch.dtype) -> dict[str, Tensor]:
-    targets = torch.tensor([3, 0, IGNORED, V - 1, 9, 1], device=DEVICE)
-    return {
-        "logits": (random(C, V) * 2).to(dtype),
-        "teacher": (random(C, V, seed=4) * 2).to(dtype),
-        "targets": targets,
+def operands(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Operands of all operators; a gradient is written in `dtype`."""
+    x = {
+        "logits": random(C, V) * 2,
+        "teacher": random(C, V, seed=4) * 2,
+        "targets": torch.tensor([3, 0, IGNORED, V - 1, 9, 1], device=DEVICE),
         "bias": random(V, seed=1),
         "teacher_bias": random(V, seed=8),
         "class_weights": random(V, seed=2).abs(),
         "factors": random(C, seed=3),
+        "matrix": random(C, V, seed=5).to(dtype),
+        "gradient": poisoned(C, V, dtype=dtype),
     }
+    x |= {f"d {name}": random(C, seed=9 + i) for i, name in enumerate(DIFFERENTIABLE)}
+    return x | dict(statistics(x, "entropy").items())
 
 
 def laid_out(x: dict[str, Tensor], names: tuple, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -89,66 +94,49 @@ def statistics(x: dict[str, Tensor], *names: str) -> TokenBuffers:
     return stats
 
 
-@layouts
-@pytest.mark.parametrize("names", [(), ("entropy",), ("sum_logits",)], ids=str)
-def test_token_statistics(names, layout):
-    changed, plain = laid_out(operands(torch.float32), ("targets", "bias", "class_weights"), layout)
-    same(dict(statistics(changed, *names).items()), dict(statistics(plain, *names).items()))
+def single_pass(x: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    stats, gradient = allocate_stats(names, C, torch.float32, DEVICE), x["gradient"].clone()
+    options = {"gradient": gradient, "head": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
+    row_scale = logprob_gradient(x["logits"], x["targets"], stats, **options)
+    return {"gradient": gradient, "row_scale": row_scale, **dict(stats.items())}
 
 
-@pairs
-@layouts
-@pytest.mark.parametrize("names", [(), ("entropy",)], ids=str)
-def test_logprob_gradient(names, layout, dtype, gradient_dtype):
-    def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        stats = allocate_stats(names, C, torch.float32, DEVICE)
-        gradient = poisoned(C, V, dtype=gradient_dtype)
-        row_scale = logprob_gradient(
-            x["logits"],
-            x["targets"],
-            stats,
-            gradient=gradient,
-            head=HEAD,
-            bias=x["bias"],
-            ignore_index=IGNORED,
-        )
-        return {"gradient": gradient, "row_scale": row_scale, **dict(stats.items())}
-
-    changed, plain = laid_out(operands(dtype), ("targets", "bias"), layout)
-    same(call(changed), call(plain))
+def gradient_of(x: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    gradient = x["gradient"].clone()
+    stats = TokenBuffers(**{name: x[name] for name in ("logps", "lse", "lse_residual", "entropy")})
+    grads = TokenBuffers(**{name: x[f"d {name}"] for name in names})
+    options = {name: x[name] for name in ("bias", "class_weights")} | {"head": HEAD, "ignore_index": IGNORED}
+    logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
+    return {"gradient": gradient}
 
 
-GRADIENTS = {
-    "logps": ("logps",),
-    "lse": ("logps", "lse"),
-    "everything": ("logps", "lse", "entropy", "sum_logits"),
+def gradient_operands(*names: str) -> tuple[str, ...]:
+    return "targets", "bias", "logps", "lse", "lse_residual", *(f"d {name}" for name in names)
+
+
+# Operators, and the operands that change.
+VECTORS = ("targets", "bias", "class_weights")
+OPERATORS = {
+    "statistics": (lambda x: dict(statistics(x).items()), VECTORS),
+    "statistics, entropy": (lambda x: dict(statistics(x, "entropy").items()), VECTORS),
+    "statistics, sum_logits": (lambda x: dict(statistics(x, "sum_logits").items()), VECTORS),
+    "single pass": (single_pass, ("targets", "bias")),
+    "single pass, entropy": (lambda x: single_pass(x, "entropy"), ("targets", "bias")),
+    "d logps": (lambda x: gradient_of(x, "logps"), gradient_operands("logps")),
+    "d lse": (lambda x: gradient_of(x, "logps", "lse"), gradient_operands("logps", "lse")),
+    "d everything": (
+        lambda x: gradient_of(x, *DIFFERENTIABLE),
+        (*gradient_operands(*DIFFERENTIABLE), "class_weights", "entropy"),
+    ),
+    "scale": (lambda x: {"scaled": scale(x["matrix"], x["factors"], x["gradient"])}, ("matrix", "factors")),
 }
 
 
-@pairs
 @layouts
-@pytest.mark.parametrize("names", GRADIENTS.values(), ids=GRADIENTS)
-def test_logits_gradient(names, layout, dtype, gradient_dtype):
-    x = operands(dtype)
-    x |= dict(statistics(x, "entropy").items()) | {f"d {name}": random(C, seed=9) for name in names}
-
-    def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        gradient = poisoned(C, V, dtype=gradient_dtype)
-        stats = TokenBuffers(**{name: x[name] for name in ("logps", "lse", "lse_residual", "entropy")})
-        grads = TokenBuffers(**{name: x[f"d {name}"] for name in names})
-        options = {
-            "head": HEAD,
-            "bias": x["bias"],
-            "class_weights": x["class_weights"],
-            "ignore_index": IGNORED,
-        }
-        logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
-        return {"gradient": gradient}
-
-    changing = ["targets", "bias", "logps", "lse", "lse_residual", *(f"d {name}" for name in names)]
-    if "entropy" in names:
-        changing += ["class_weights", "entropy"]
-    changed, plain = laid_out(x, tuple(changing), layout)
+@dtypes
+@pytest.mark.parametrize(("call", "names"), OPERATORS.values(), ids=OPERATORS)
+def test_operators(call, names, dtype, layout):
+    changed, plain = laid_out(operands(dtype), names, layout)
     same(call(changed), call(plain))
 
 
@@ -206,7 +194,7 @@ def test_divergence(case):
     names = ("targets", "factors", "bias", "teacher_bias")
     found, expected = (
         divergence_of(x, case["divergence"], write=case["write"], ranks=Alone() if case["shard"] else None)
-        for x in laid_out(operands(torch.float32), names, case["layout"])
+        for x in laid_out(operands(), names, case["layout"])
     )
     same(found, expected)
 
@@ -223,14 +211,14 @@ ROWS = {
 def test_rows_of_logits(rows):
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
         stats = statistics(x, "sum_logits")
-        grads = TokenBuffers(**{name: x["factors"] for name in GRADIENTS["everything"]})
+        grads = TokenBuffers(**{name: x["factors"] for name in DIFFERENTIABLE})
         wide = poisoned(C, 2 * V, dtype=torch.float32)
         options = {"head": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
         logits_gradient(x["logits"], x["targets"], stats, grads, gradient=wide[:, :V], **options)
         assert wide[:, V:].isnan().all()
         return {"gradient": wide[:, :V], **dict(stats.items())}
 
-    x = operands(torch.float32)
+    x = operands()
     changed = x | {"logits": rows(x["logits"])}
     same(
         call(changed),
@@ -243,7 +231,7 @@ def test_rows_of_logits(rows):
 @pytest.mark.parametrize("operand", ["logits", "teacher"])
 @pytest.mark.parametrize("ranks", [None, Alone()], ids=["whole", "shard"])
 def test_rows_of_a_divergence(ranks, operand, rows):
-    x = operands(torch.float32)
+    x = operands()
     changed = x | {operand: rows(x[operand])}
     plain = changed | {operand: changed[operand].clone(memory_format=torch.contiguous_format)}
     found, expected = (divergence_of(y, "jsd", write=True, ranks=ranks) for y in (changed, plain))
@@ -253,7 +241,7 @@ def test_rows_of_a_divergence(ranks, operand, rows):
 @needs_triton
 @pytest.mark.parametrize("operand", ["logits", "gradient", "student", "teacher"])
 def test_rows_with_gaps_are_refused(operand):
-    x = operands(torch.float32)
+    x = operands()
     gaps = random(V, C).t()
     stats = statistics(x)
     with pytest.raises(
@@ -272,14 +260,14 @@ def test_rows_with_gaps_are_refused(operand):
 
 @needs_triton
 def test_numbers_with_gaps_are_not_written():
-    x, numbers = operands(torch.float32), poisoned(C, 3, 2, dtype=torch.float32)[..., 0].unbind(1)
+    x, numbers = operands(), poisoned(C, 3, 2, dtype=torch.float32)[..., 0].unbind(1)
     stats = TokenBuffers(**dict(zip(("logps", "lse", "lse_residual"), numbers, strict=True)))
     with pytest.raises(ValueError, match="^logps: expected a contiguous tensor to write to, got strides"):
         token_statistics(x["logits"], x["targets"], stats, head=HEAD, ignore_index=IGNORED)
 
 
 @layouts
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 def test_products(dtype, layout):
     def call(x: dict[str, Tensor]) -> list[Tensor]:
         logits, d_hidden = poisoned(C, V, dtype=dtype), poisoned(C, H, dtype=dtype)
@@ -298,32 +286,14 @@ def test_products(dtype, layout):
     )
 
 
-@layouts
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scale(dtype, layout):
-    x = {"x": random(C, V).to(dtype), "factor": random(C, seed=1)}
-    changed, plain = laid_out(x, ("x", "factor"), layout)
-    found, expected = (scale(y["x"], y["factor"], poisoned(C, V, dtype=dtype)) for y in (changed, plain))
-    same({"scaled": found}, {"scaled": expected})
-
-
-@pairs
+@dtypes
 @pytest.mark.parametrize("operand", ["bias", "class_weights"])
-def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype, gradient_dtype):
+def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype):
     """fp64 bias and class weights beside fp32 logits are rounded to fp32 by twins and kernels alike."""
 
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        stats = statistics(x, "sum_logits")
-        gradient = poisoned(C, V, dtype=gradient_dtype)
-        grads = TokenBuffers(**{name: x["factors"] for name in GRADIENTS["everything"]})
-        options = {
-            "head": HEAD,
-            "bias": x["bias"],
-            "class_weights": x["class_weights"],
-            "ignore_index": IGNORED,
-        }
-        logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
-        found = {"gradient": gradient, **dict(stats.items())}
+        x = x | dict(statistics(x, "sum_logits", "entropy").items())
+        found = gradient_of(x, *DIFFERENTIABLE) | {name: x[name] for name in ("logps", "sum_logits")}
         return found | (divergence_of(x, "jsd", write=True) if triton_runs else {})
 
     x = operands(dtype)
@@ -333,10 +303,7 @@ def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype, grad
 
 
 def test_fp64_logits_keep_the_digits_of_fp64_vectors():
-    x = {
-        name: value.double() if value.is_floating_point() else value
-        for name, value in operands(torch.float32).items()
-    }
+    x = {name: x.double() if x.is_floating_point() else x for name, x in operands().items()}
     exact = {"bias": x["bias"] + 1e-12, "class_weights": x["class_weights"] * (1 + 1e-12)}
 
     def sums(vectors: dict[str, Tensor]) -> Tensor:

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.skipif(
     not INTERPRETED and not fused.serves(DTYPE, 8, torch.empty(8, 8, device=DEVICE, dtype=DTYPE)),
     reason="needs a GPU with tensor copies, or the interpreter",
 )
+PLAIN = LogitTransform()
 HEADS = {
-    "plain": LogitTransform(),
+    "plain": PLAIN,
     "softcap": LogitTransform(8.0, 1.5, 0.7),
     "scale, bias": LogitTransform(None, -0.6, 1.3),
 }
@@ -98,6 +99,22 @@ def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
         assert (out.is_top1 == (z.argmax(1) == targets))[rows].all()
 
 
+def check_pass(
+    given, head=PLAIN, names=("entropy",), *, write=True, sums=None, allowed=2e-6
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Statistics and the gradient of the log-probabilities against the definition; returns log p in fp64 and
+    the gradient."""
+    x, z, log_p, rows = truth(*given, head)
+    logps = log_p.gather(1, given[2].clamp(min=0)[:, None])[:, 0]
+    out, gradient = read(given, head, *names, write=write, sums=sums)
+    check_numbers(out, z.detach(), log_p.detach(), given[2], rows, allowed)
+    assert (out.log_sum_sq_probs is None) == ("log_sum_sq_probs" not in names)
+    if write:
+        (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
+        assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
+    return logps[rows].detach(), gradient
+
+
 @pytest.mark.parametrize(
     "shape, name",
     [(SHAPES[0], "softcap"), *((SHAPES[1], name) for name in HEADS), (SHAPES[2], "scale, bias")],
@@ -105,28 +122,19 @@ def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
 )
 def test_reads_and_writes(shape, name):
     head, given = HEADS[name], problem(shape, name)
-    x, z, log_p, rows = truth(*given, head)
-    targets = given[2]
-    index = targets.clamp(min=0)[:, None]
-    (wanted,) = torch.autograd.grad((log_p.gather(1, index)[:, 0] * rows).sum(), x, retain_graph=True)
     for names, write in itertools.product(((), ("entropy",)), (False, True)):
-        out, gradient = read(given, head, *names, write=write)
-        check_numbers(out, z.detach(), log_p.detach(), targets, rows)
-        if write:
-            assert relative_error(gradient, wanted) < 4e-3
+        check_pass(given, head, names, write=write)
     sums = fused.head_sums(given[1], given[3], head)
     assert (sums is None) == (head.softcap is not None)
     for name, each in itertools.product(("sum_logits", "log_sum_sq_probs"), {None, sums}):
-        out, _ = read(given, head, name, sums=each)
-        assert (out.log_sum_sq_probs is None) == (name == "sum_logits")
-        check_numbers(out, z.detach(), log_p.detach(), targets, rows)
+        check_pass(given, head, (name,), write=False, sums=each)
 
 
 def test_sums_of_logits_where_other_ranks_have_the_targets():
     """A shard's rows count, whose targets are beyond its vocabulary; ignored ones do not."""
     hidden, weight, targets, _ = given = problem(SHAPES[1], "plain")
     targets[2:] = weight.shape[0] + 7
-    out, _ = read(given, LogitTransform(), "sum_logits", sums=fused.head_sums(weight, None, LogitTransform()))
+    out, _ = read(given, PLAIN, "sum_logits", sums=fused.head_sums(weight, None, PLAIN))
     wanted = (hidden.double() @ weight.double().t()).sum(1) * (targets != -100)
     assert relative_error(out.sum_logits.double(), wanted) < 1e-5
 
@@ -161,43 +169,30 @@ def test_the_rounding_of_a_large_lse_is_made_up_for():
     hidden[:, 0], weight[:, 0] = 50, 30
     hidden, weight = hidden.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE)
     given = hidden, weight, torch.arange(C, device=DEVICE), None
-    _, z, log_p, _ = (None if x is None else x.detach() for x in truth(*given, LogitTransform()))
+    _, z, log_p, _ = (None if x is None else x.detach() for x in truth(*given, PLAIN))
     exact = z.logsumexp(1)
     lse, logps = exact.float(), log_p.gather(1, given[2][:, None])[:, 0].float()
     numbers = TokenBuffers(logps=logps, lse=lse, lse_residual=(exact - lse).float())
     assert numbers.lse_residual.abs().max() > 1e-5
     place = fused.new_place(weight, C)
     grads = TokenBuffers(lse=torch.ones(C, device=DEVICE))
-    fused.write(hidden, weight, given[2], numbers, grads, gradient=place, head=LogitTransform())
+    fused.write(hidden, weight, given[2], numbers, grads, gradient=place, head=PLAIN)
     allowed = 2e-6 if DTYPE == torch.float32 else 4e-3
     assert relative_error(place.double(), log_p.exp()) < allowed
 
 
 def test_rows_far_above_their_target_are_read_again():
-    # Gaps of several hundred: exp of them is beyond fp32.
-    given = problem(SHAPES[1], "plain", spread=60.0)
-    x, z, log_p, rows = truth(*given, LogitTransform())
-    targets = given[2]
-    logps = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    assert logps[rows].min() < -150
-    out, gradient = read(given, LogitTransform(), "entropy", write=True)
-    check_numbers(out, z.detach(), log_p.detach(), targets, rows, allowed=1e-5)
-    (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
-    assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
+    """Gaps of several hundred: exp of them is beyond fp32."""
+    logps, _ = check_pass(problem(SHAPES[1], "plain", spread=60.0), allowed=1e-5)
+    assert logps.min() < -150
 
 
 def test_one_row_of_a_tile_is_read_again():
     """The others' targets keep their entries, though their tile is stored anew."""
     given = problem((2 * BM, BK, 2 * BN), "plain")
-    row = BM + 3
-    given[0][row] *= 60.0
-    x, z, log_p, rows = truth(*given, LogitTransform())
-    logps = log_p.gather(1, given[2].clamp(min=0)[:, None])[:, 0]
-    assert logps[row] < -60 and (logps[rows] > -20).sum() == rows.sum() - 1
-    out, gradient = read(given, LogitTransform(), "entropy", write=True)
-    check_numbers(out, z.detach(), log_p.detach(), given[2], rows, allowed=1e-5)
-    (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
-    assert relative_error(gradient, wanted) < 4e-3
+    given[0][BM + 3] *= 60.0
+    logps, _ = check_pass(given, allowed=1e-5)
+    assert (logps < -60).sum() == 1 and (logps > -20).sum() == len(logps) - 1
 
 
 def test_a_row_without_a_target_here():
@@ -205,8 +200,8 @@ def test_a_row_without_a_target_here():
     hidden, weight, targets, _ = problem(SHAPES[0], "plain")
     targets.fill_(len(weight))
     bias = torch.full((len(weight),), -300.0, device=DEVICE)
-    _, z, log_p, rows = truth(hidden, weight, targets.clamp(max=0), bias, LogitTransform())
-    out, _ = read((hidden, weight, targets, bias), LogitTransform(), "entropy")
+    _, z, log_p, rows = truth(hidden, weight, targets.clamp(max=0), bias, PLAIN)
+    out, _ = read((hidden, weight, targets, bias), PLAIN, "entropy")
     assert (out.lse - z.logsumexp(1)).abs().max() < 1e-4
     entropy = -(log_p.exp() * log_p).sum(1)
     assert (out.entropy - entropy).abs().max() < 1e-4
@@ -232,7 +227,7 @@ def test_a_target_elsewhere_is_no_tie(monkeypatch):
     for elsewhere in (False, True):
         read(
             (hidden, weight, targets.fill_(2 * BN) if elsewhere else targets, None),
-            LogitTransform(),
+            PLAIN,
             "entropy",
         )
     assert len(again) == 2 and not torch.stack(again).any()
@@ -243,8 +238,8 @@ def test_certain_tokens_keep_their_digits():
     targets.fill_(3)
     weight[3] = 0.0
     hidden[:, 0], weight[:, 0], weight[3, 0] = 4.0, 0.0, 5.0  # some 20 above the others
-    x, z, log_p, rows = truth(*given, LogitTransform())
-    out, gradient = read(given, LogitTransform(), write=True)
+    x, z, log_p, rows = truth(*given, PLAIN)
+    out, gradient = read(given, PLAIN, write=True)
     wanted = log_p[:, 3].detach()
     assert (wanted > -1e-4).all() and ((out.logps.double() - wanted) / wanted).abs().max() < 1e-5
     (d,) = torch.autograd.grad(log_p[:, 3].sum(), x)
@@ -257,10 +252,8 @@ def test_a_bias_of_minus_infinity_takes_an_id_out():
     taken_out = [0, 7, len(bias) - 1]
     bias[taken_out] = -torch.inf
     targets.fill_(5)
-    x, z, log_p, rows = truth(hidden, weight, targets, bias, LogitTransform())
-    out, gradient = read((hidden, weight, targets, bias), LogitTransform(), "entropy", write=True)
-    check_numbers(out, z.detach(), log_p.detach(), targets, rows)
-    assert gradient.isfinite().all() and not gradient[:, taken_out].any()
+    _, gradient = check_pass((hidden, weight, targets, bias))
+    assert not gradient[:, taken_out].any()
 
 
 def test_strided_and_offset_operands():
@@ -285,15 +278,13 @@ def test_the_first_of_equal_logits_is_the_top():
         hidden, weight = torch.ones(len(targets), H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
         weight[equal] = 1.0
         given = [x.to(DEVICE) for x in (hidden, weight, targets)]
-        out, _ = read((*given, None), LogitTransform(), "entropy")
+        out, _ = read((*given, None), PLAIN, "entropy")
         assert out.is_top1.tolist() == [1, *[0] * len(equal)]
 
 
 def test_same_bits_again():
     given = problem(SHAPES[1], "plain", spread=20.0)
-    (first, d_first), (second, d_second) = (
-        read(given, LogitTransform(), "entropy", write=True) for _ in range(2)
-    )
+    (first, d_first), (second, d_second) = (read(given, PLAIN, "entropy", write=True) for _ in range(2))
     assert torch.equal(d_first, d_second)
     assert all(torch.equal(x, getattr(second, name)) for name, x in first.items())
 
@@ -341,53 +332,35 @@ def pairs():
     return hidden, weight, targets, {"ref_hidden": ref, "ref_weight": ref_weight}
 
 
+# Loss, its options, and the kernels that run.
+BOTH = {"read", "write"}
 LOSSES = {
-    "cross-entropy": (CrossEntropyLoss(logits_dtype=FP32), False, {"read": True}),
-    "cross-entropy, all rows": (
-        CrossEntropyLoss(logits_dtype=FP32, compact=False),
-        False,
-        {"read": True},
-    ),
-    "cross-entropy, softcap": (
-        CrossEntropyLoss(logits_dtype=FP32, softcap=5.0, logit_scale=1.2),
-        False,
-        {"read": True},
-    ),
-    "z-loss: in fp32": (CrossEntropyLoss(logits_dtype=FP32, z_loss=0.1), False, {}),
-    "smoothing: in fp32": (CrossEntropyLoss(logits_dtype=FP32, label_smoothing=0.1), False, {}),
-    "unreduced": (
-        CrossEntropyLoss(logits_dtype=FP32, reduction="none"),
-        False,
-        {"read": True, "write": True},
-    ),
-    "unreduced, z-loss": (
-        CrossEntropyLoss(logits_dtype=FP32, reduction="none", z_loss=0.1),
-        False,
-        {"read": True, "write": True},
-    ),
-    # In the many chunks of `check` a pair is beyond the budget, and walked twice.
-    "DPO with a reference": (
-        DPOLoss(logits_dtype=FP32, beta=0.5),
-        True,
-        {"read": True, "write": True},
-    ),
-    "ORPO": (ORPOLoss(logits_dtype=FP32), False, {"read": True, "write": True}),
+    "cross-entropy": (CrossEntropyLoss, {}, {"read"}),
+    "cross-entropy, all rows": (CrossEntropyLoss, {"compact": False}, {"read"}),
+    "cross-entropy, softcap": (CrossEntropyLoss, {"softcap": 5.0, "logit_scale": 1.2}, {"read"}),
+    "z-loss: in fp32": (CrossEntropyLoss, {"z_loss": 0.1}, set()),
+    "smoothing: in fp32": (CrossEntropyLoss, {"label_smoothing": 0.1}, set()),
+    "unreduced": (CrossEntropyLoss, {"reduction": "none"}, BOTH),
+    "unreduced, z-loss": (CrossEntropyLoss, {"reduction": "none", "z_loss": 0.1}, BOTH),
+    # In the many chunks of `check` a pair is beyond the budget, and projected twice.
+    "DPO with a reference": (DPOLoss, {"beta": 0.5}, BOTH),
+    "ORPO": (ORPOLoss, {}, BOTH),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses(served, name, frozen):
-    loss, with_reference, wanted = LOSSES[name]
+@pytest.mark.parametrize(("kind", "options", "wanted"), LOSSES.values(), ids=LOSSES)
+def test_losses(served, kind, options, wanted, frozen):
     hidden, weight, targets, reference = pairs()
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
-    report = logitless.check(loss, hidden, weight, targets, **(reference if with_reference else {}))
+    loss = kind(logits_dtype=FP32, **options)
+    report = logitless.check(loss, hidden, weight, targets, **(reference if kind is DPOLoss else {}))
     assert report.ok, report
     ran = {kernel for kernel, times in served.items() if times}
-    # A loss of log p and lse of a frozen head keeps d logp / d hidden, and needs no second walk.
-    assert ran == wanted.keys() or (frozen and ran == {"read"} and wanted)
+    # A loss of log p and lse of a frozen head keeps d logp / d hidden, and needs no second pass.
+    assert ran == wanted or (frozen and ran == {"read"} and wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")

@@ -1,5 +1,7 @@
 """Kept ids, ragged: slots, statistics and gradients, against full logits with -inf outside the sets."""
 
+import math
+
 import pytest
 import torch
 
@@ -110,6 +112,14 @@ def test_no_rows_and_no_ids():
 HEADS = {"plain": LogitTransform(), "capped": LogitTransform(softcap=3.0, logit_scale=0.5, temperature=0.7)}
 
 
+def statistics(z, slots, value=math.nan):
+    """The statistics of each row; `value` in rows without ids."""
+    names = ("logps", "lse", "lse_residual", "entropy", "is_top1")
+    out = TokenBuffers(**{name: z.new_full(slots.own.shape, value) for name in names})
+    sets.set_statistics(z, slots, out)
+    return out
+
+
 def operands(slots, dtype, seed=1):
     random = Random(seed)
     n = slots.own.shape[0]
@@ -155,13 +165,7 @@ def test_statistics_and_gradients_of_a_chunk(dtype, head, biased):
     logps = log_p.gather(1, targets[filled, None])[:, 0]
     entropy = -(log_p.exp() * log_p.masked_fill(~here, 0.0)).sum(1)
     lse = logits_of.masked_fill(~mask, -torch.inf)[filled].logsumexp(1)
-    out = TokenBuffers(
-        **{
-            name: torch.full((n,), 7.0, dtype=wide, device=DEVICE)
-            for name in ("logps", "lse", "lse_residual", "entropy", "is_top1")
-        }
-    )
-    sets.set_statistics(z, slots, out)
+    out = statistics(z, slots, 7.0)
     for name, truth in (("logps", logps), ("entropy", entropy), ("lse", lse)):
         assert (getattr(out, name)[~filled] == 7.0).all()
         assert_close(getattr(out, name)[filled], truth.detach(), error, name=name)
@@ -203,8 +207,7 @@ def test_nearly_certain_tokens_keep_their_digits(gap):
         return max(1e-6, 2.0**-149 / abs(x.item()))
 
     entropy = -(log_p[0].exp() * log_p[0] + log_p[2].exp() * log_p[2] + logp.exp() * logp)
-    out = TokenBuffers(**{x: z.new_empty(1) for x in ("logps", "lse", "lse_residual", "entropy", "is_top1")})
-    sets.set_statistics(z, slots, out)
+    out = statistics(z, slots)
     assert_close(out.logps, logp.detach()[None], rounding_at(logp), name="logps")
     assert_close(out.entropy, entropy.detach()[None], rounding_at(entropy), name="entropy")
     (d,) = torch.autograd.grad(logp, exact, retain_graph=True)
@@ -216,7 +219,6 @@ def test_nearly_certain_tokens_keep_their_digits(gap):
 
 
 def test_of_equal_logits_the_lowest_id_is_the_largest():
-    flat, starts, lengths, _, _ = drawn((3, 3), 9)
     flat = torch.tensor([2, 5, 7, 2, 5, 7], dtype=torch.int32, device=DEVICE)
     targets = torch.tensor([2, 5], device=DEVICE)
     starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 3], [3, 3]))
@@ -224,8 +226,7 @@ def test_of_equal_logits_the_lowest_id_is_the_largest():
     found = sets.distinct_slots(flat, starts, lengths, targets, every, 9, add_targets=False)
     slots = sets.slots_of(found, every, 2, 6, 9)
     z = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0], device=DEVICE)
-    out = TokenBuffers(**{x: z.new_empty(2) for x in ("logps", "lse", "lse_residual", "entropy", "is_top1")})
-    sets.set_statistics(z, slots, out)
+    out = statistics(z, slots)
     assert out.is_top1.tolist() == [1.0, 0.0]
 
 
@@ -277,8 +278,7 @@ def test_a_set_of_4097_ids():
     sizes, width = (2, 4097, 1, 0, 2), 4200
     slots, targets, kept = slots_for(sizes, width)
     z = Random(6).normal(slots.ids.shape[0])
-    out = TokenBuffers(**{x: z.new_zeros(5) for x in ("logps", "lse", "lse_residual", "entropy", "is_top1")})
-    sets.set_statistics(z, slots, out)
+    out = statistics(z, slots)
     for n, ids in enumerate(kept):
         part = z[slots.bounds[n] : slots.bounds[n + 1]].double()
         if ids:
