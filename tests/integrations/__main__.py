@@ -112,10 +112,17 @@ def version_in(folder: Path | None, name: str) -> str:
 
 
 def reason_of(output: str) -> str:
-    """Which seam moved; else the tests that failed."""
-    moved = re.findall(r"\S+ moved: .*", output)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return "; ".join(sorted(set(moved))) or "; ".join(failed) or output.strip().splitlines()[-1]
+    """Which seam moved; else what could not be imported; else the tests that failed."""
+    kinds = (
+        r"^E +AssertionError: (\S+ moved: .*)",
+        r"^E +(?:ImportError|ModuleNotFoundError): (.*)",
+        r"^(?:FAILED|ERROR) (\S+)",
+    )
+    for kind in kinds:
+        found = re.findall(kind, output, re.MULTILINE)
+        if found:
+            return "; ".join(sorted(set(found)))
+    return output.strip().splitlines()[-1]
 
 
 def main(

@@ -46,9 +46,12 @@ def hollow(*packages: str) -> None:
 def at(place: str) -> Any:
     """What a framework has at "module:name" or "module:Class.name"."""
     module, path = place.split(":")
-    found = import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
+    try:
+        found = import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise AssertionError(f"{place} moved: {error}") from error
     return found
 
 

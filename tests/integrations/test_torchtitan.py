@@ -338,7 +338,10 @@ def with_shards(kind: str) -> list[Tensor]:
     pred = DTensor.from_local(hidden, mesh, [Replicate()]) if kind == "dtensor" else hidden
     loss_fn = LogitlessLoss.Config().build()
     loss_fn.set_lm_head(head)
-    loss, _ = loss_fn(pred, labels, torch.tensor(31.0))
+    with mock.patch.object(module, "CrossEntropyLoss", wraps=module.CrossEntropyLoss) as made:
+        loss, _ = loss_fn(pred, labels, torch.tensor(31.0))
+    # Each rank computes its shard: without a group the loss would gather the head, and have the same numbers.
+    assert made.call_args.kwargs["tp_group"] == mesh["tp"]
     loss.backward()
     return [loss.detach(), hidden.grad, head.weight.grad.full_tensor()]
 

@@ -42,7 +42,6 @@ FACTORS = {
     "softcap": [0.0, 6.0],
     "bias": [False, True],
     "scale": [1.0, -0.6],
-    "teacher_scale": [1.2, -0.5],
     "hard": [0.0, 0.4],
     "labels": [True, False],
     "write": [True, False],
@@ -83,7 +82,7 @@ def test_options(case):
     factors = random.normal(C) * 2
     factors[3] = 0.0
     head = LogitTransform(case["softcap"] or None, case["scale"], case["temperature"])
-    teacher_head = LogitTransform(case["softcap"] / 2 or None, case["teacher_scale"], case["temperature"])
+    teacher_head = LogitTransform(case["softcap"] / 2 or None, 1.2, case["temperature"])
     divergence, beta = MODES[case["mode"]]
 
     z = student.double().requires_grad_()
@@ -104,7 +103,7 @@ def test_options(case):
         softcap=head.softcap,
         logit_scale=head.logit_scale,
         teacher_softcap=teacher_head.softcap,
-        teacher_logit_scale=case["teacher_scale"],
+        teacher_logit_scale=1.2,
         reduction="none",
         **maths,
     )
@@ -299,6 +298,19 @@ def test_ids_that_a_bias_rules_out(mode, whose):
     found = divergence_of(student, teacher, divergence, beta, gradient=student, **biases)
     assert relative_error(found.soft, values.detach()) < 1e-5
     assert relative_error(student, truth) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("scales", [(-0.5, 1.0), (1.0, -0.5)])
+def test_a_negative_scale_turns_the_order(scales):
+    student, teacher = Random().normal(2, 3, 1100)
+    heads = [LogitTransform(None, scale) for scale in scales]
+    logits = [scale * x.double() for scale, x in zip(scales, (student, teacher))]
+    expected = generalized_jsd(*(z.log_softmax(-1) for z in logits), 0.5)
+    best = [z.argmax(-1) for z in logits]
+    found = divergence_of(student, teacher, "jsd", 0.5, labels=best[0], head=heads[0], teacher_head=heads[1])
+    assert relative_error(found.soft, expected) < 1e-5
+    assert found.is_top1.all() and torch.equal(found.agreement.bool(), best[0] == best[1])
 
 
 @needs_triton
