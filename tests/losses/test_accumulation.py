@@ -30,11 +30,8 @@ def buffer(dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.Tensor:
 @BUDGETS
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
 def test_adds_what_weight_grad_would_be(name, budget, compact):
-    x, main, options = (
-        every_loss.given(9, dtype=torch.float64),
-        buffer(),
-        {"logits_budget": budget, "compact": compact},
-    )
+    x, main = every_loss.given(9, dtype=torch.float64), buffer()
+    options = {"logits_budget": budget, "compact": compact}
     plain, *numbers = LOSSES[name](x, None, **options)
     expected = torch.autograd.grad(plain, (x.hidden, x.weight, x.bias))
     start = main.clone()
@@ -58,10 +55,8 @@ def test_adds_what_weight_grad_would_be(name, budget, compact):
 )
 @pytest.mark.parametrize("name", ["cross-entropy", "DPO", "JSD"])
 def test_frozen_operands(name, trainable):
-    x, main = (
-        every_loss.given(9, dtype=torch.float64),
-        torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64),
-    )
+    x = every_loss.given(9, dtype=torch.float64)
+    main = torch.zeros_like(x.weight)
     for operand in ("hidden", "weight", "bias"):
         getattr(x, operand).requires_grad_(operand in trainable)
     LOSSES[name](x, None)[0].backward()
@@ -96,19 +91,15 @@ def halves(x: Given) -> list[Given]:
 @pytest.mark.parametrize("scaled", [False, True], ids=["num_items", "grad_scale"])
 def test_micro_batches_equal_one_batch(name, scaled):
     # Without ignored targets both halves have the same number of each unit.
-    x, main = (
-        every_loss.given(9, dtype=torch.float64, ignored=0.0),
-        torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64),
-    )
+    x = every_loss.given(9, dtype=torch.float64, ignored=0.0)
+    main = torch.zeros_like(x.weight)
     LOSSES[name](x, None)[0].backward()
     items = 2 if name in ("DPO", "SimPO") else x.targets.numel()
-    options = (
-        {"grad_scale": 0.5} if scaled or name == "GRPO" else {"num_items": items}
-    )  # GRPO's bonus is a mean of the call's own
+    # GRPO's bonus is a mean of the call's own tokens.
+    options = {"grad_scale": 0.5} if scaled or name == "GRPO" else {"num_items": items}
     values = [LOSSES[name](half, None, accumulate_into=main, **options)[0] for half in halves(x)]
-    for value in (
-        values
-    ):  # both forward passes are over: the buffer may change between a forward pass and its backward
+    # Both forward passes are over: the buffer may change between a forward pass and its backward.
+    for value in values:
         value.backward()
     assert relative_error(main, x.weight.grad) < 1e-12
 

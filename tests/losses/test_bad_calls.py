@@ -197,13 +197,8 @@ def test_names_of_other_libraries_in_functions():
 
 
 def test_a_misspelt_reference_is_not_called_missing():
-    with pytest.raises(TypeError, match="got ref_logp; perhaps ref_logps is meant"):
-        DPOLoss()(
-            numbers(B, T, H),
-            numbers(V, H),
-            torch.zeros(B, T, dtype=torch.int64, device=DEVICE),
-            ref_logp=numbers(B),
-        )
+    message = refusal("DPOLoss", ref_logps=None, ref_logp=numbers(B))
+    assert "got ref_logp; perhaps ref_logps is meant" in message
 
 
 @pytest.mark.parametrize(
@@ -239,12 +234,34 @@ def test_a_subclass_takes_what_it_declares():
         Weighted()(*operands, token_weight=numbers(B, T))
 
 
+# What changes in a call of a function, and its error.
+FUNCTION_CALLS = {
+    "unknown option": ({"logit_cap": 3.0}, TypeError, "expected .*softcap.*, got logit_cap; "),
+    "hidden in a tuple": (
+        {"hidden": (numbers(3, H),)},
+        TypeError,
+        "^hidden: expected a tensor, got tuple; .*last_hidden_state",
+    ),
+    "meta device": (
+        {"hidden": numbers(3, H).to("meta"), "weight": numbers(V, H).to("meta")},
+        ValueError,
+        "^hidden: expected a tensor with data",
+    ),
+    "ids outside": (
+        {"targets": torch.tensor([1, -100, 2], device=DEVICE), "ignore_index": 0},
+        ValueError,
+        "first, -100, is that of hidden's row 1; set ignore_index=-100",
+    ),
+}
+
+
 @pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
-def test_an_unknown_option_of_a_function(entry):
-    with pytest.raises(TypeError) as caught:
-        entry(numbers(3, H), numbers(V, H), torch.arange(3, device=DEVICE), logit_cap=3.0)
-    message = str(caught.value)
-    assert FORM.match(message) and "got logit_cap" in message and "softcap" in message
+@pytest.mark.parametrize(("changes", "error", "message"), FUNCTION_CALLS.values(), ids=FUNCTION_CALLS)
+def test_refused_by_functions(entry, changes, error, message):
+    given = {"hidden": numbers(3, H), "weight": numbers(V, H), "targets": torch.arange(3, device=DEVICE)}
+    with pytest.raises(error, match=message) as caught:
+        entry(**given | changes)
+    assert FORM.match(str(caught.value))
 
 
 # -- what is no tensor
@@ -267,12 +284,6 @@ def test_hidden_states_that_are_no_tensor(name, what):
     given = OUTPUTS[what](numbers(B, T, H))
     message = refusal(name, hidden=[given, given] if name == "MultiTokenLoss" else given)
     assert re.match("hiddens?: expected a", message), message
-
-
-@pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
-def test_hidden_states_of_a_function_that_are_no_tensor(entry):
-    with pytest.raises(TypeError, match="^hidden: expected a tensor, got tuple; .*last_hidden_state"):
-        entry((numbers(3, H),), numbers(V, H), torch.arange(3, device=DEVICE))
 
 
 @every_loss()
@@ -350,13 +361,6 @@ def test_ids_outside_that_mark_what_is_not_supervised():
     assert outside("CrossEntropyLoss", {(0, 0): V, (2, 1): V}).endswith("fix the labels or set ignore_index.")
 
 
-def test_functions_show_ids_outside():
-    targets = torch.tensor([1, -100, 2], device=DEVICE)
-    for entry in (linear_cross_entropy, linear_logprobs):
-        with pytest.raises(ValueError, match="first, -100, is that of hidden's row 1; set ignore_index=-100"):
-            entry(numbers(3, H), numbers(V, H), targets, ignore_index=0)
-
-
 # -- tensors without numbers
 
 
@@ -375,13 +379,6 @@ def test_everything_on_the_meta_device(name):
 def test_one_argument_on_the_meta_device(name, argument):
     message = refusal(name, **{argument: torch.empty(V, H, device="meta")})
     assert message.startswith(f"{argument}: expected a tensor with data, got one on the meta device; ")
-
-
-def test_functions_on_the_meta_device():
-    operands = numbers(3, H).to("meta"), numbers(V, H).to("meta"), torch.arange(3, device="meta")
-    for entry in (linear_cross_entropy, linear_logprobs):
-        with pytest.raises(ValueError, match="^hidden: expected a tensor with data"):
-            entry(*operands)
 
 
 # -- options and shapes that used to pass, or to fail far from the call

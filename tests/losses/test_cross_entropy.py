@@ -274,6 +274,7 @@ def test_function_is_the_object():
         "bias": b,
         "class_weights": torch.linspace(0.5, 1.5, 300),
         "token_weights": torch.linspace(0, 2, 60).view(3, 20),
+        "mask": torch.arange(60).view(3, 20) % 4 != 0,
         "shift": True,
     }
     function = linear_cross_entropy(h, w, targets, **arguments, **ALL_OPTIONS)

@@ -10,13 +10,7 @@ from torch import Tensor
 from logitless import DistillationLoss, JSDLoss
 from logitless.losses.distillation import NAMES
 from tests import reference
-from tests.support import (
-    DEVICE,
-    AllocationWatcher,
-    GemmCounter,
-    relative_error,
-    run,
-)
+from tests.support import DEVICE, AllocationWatcher, GemmCounter, relative_error, run
 
 H = 16
 
@@ -134,10 +128,8 @@ def test_products(trainable, products):
     """Three products of the student, two with a frozen head, and the teacher's one: no gradient reaches
     it."""
     N, hidden, vocab = 64, 16, 200
-    student, weight = (
-        torch.randn(N, hidden, requires_grad=True),
-        torch.randn(vocab, hidden).requires_grad_(trainable),
-    )
+    student = torch.randn(N, hidden, requires_grad=True)
+    weight = torch.randn(vocab, hidden).requires_grad_(trainable)
     teacher = {
         "teacher_hidden": torch.randn(N, hidden, requires_grad=True),
         "teacher_weight": torch.randn(vocab, hidden, requires_grad=True),
@@ -152,10 +144,8 @@ def test_products(trainable, products):
 @pytest.mark.parametrize("N", [1, 100, 4000])
 def test_memory_is_flat_in_the_tokens(N):
     hidden, vocab, budget = 8, 500, 4 * 2**20
-    student, weight = (
-        torch.randn(N, hidden, requires_grad=True),
-        torch.randn(vocab, hidden, requires_grad=True),
-    )
+    student = torch.randn(N, hidden, requires_grad=True)
+    weight = torch.randn(vocab, hidden, requires_grad=True)
     teacher = {"teacher_hidden": torch.randn(N, hidden), "teacher_weight": torch.randn(vocab, hidden)}
     loss = JSDLoss(logits_budget=budget)
     loss(student, weight, **teacher).loss.backward()

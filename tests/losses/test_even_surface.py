@@ -21,7 +21,6 @@ from logitless import (
     SimPOLoss,
     Term,
     TokenLoss,
-    linear_cross_entropy,
     linear_logprobs,
     linear_topk,
 )
@@ -92,16 +91,6 @@ def test_a_mask_of_another_shape():
             outcome(name, x, targets=x.targets, options={}, mask=[1] * B)
     with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
         ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
-
-
-def test_a_function_takes_a_mask():
-    x = every_loss.given(T)
-    mask = torch.arange(T, device=DEVICE) % 2 == 0
-    plain = torch.nn.functional.cross_entropy(
-        (x.hidden @ x.weight.T).flatten(0, 1), x.targets.where(mask, -100).flatten()
-    )
-    ours = linear_cross_entropy(x.hidden, x.weight, x.targets, mask=mask.expand(B, T))
-    torch.testing.assert_close(ours, plain)
 
 
 def test_an_input_of_the_name_of_a_keyword():

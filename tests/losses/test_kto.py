@@ -161,7 +161,7 @@ def test_bad_kl(changes, error, message):
 
 
 @pytest.mark.parametrize("options", [{}, {"compact": False}, {"reduction": "none"}], ids=str)
-def test_metrics_of_sequences_of_one_token(options):
+def test_sequences_of_one_token(options):
     """As many sequences as tokens, one of them ignored: it has no log-ratio, and counts in the means."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=generator, device=DEVICE) for shape in ((4, 1, H), (V, H)))
@@ -172,6 +172,8 @@ def test_metrics_of_sequences_of_one_token(options):
     logps = (hidden @ weight.T).log_softmax(-1)[:, 0].gather(1, targets.clamp(min=0))[:, 0]
     logps = torch.where(targets[:, 0] == -100, 0.0, logps)
     rewards = 0.5 * (logps - reference)
+    losses = 1 - torch.sigmoid(torch.where(labels, rewards - 0.5 * 0.3, 0.5 * 0.3 - rewards))
+    torch.testing.assert_close(out.loss, losses if "reduction" in options else losses.mean())
     for name, values in (("rewards", rewards), ("logps", logps)):
         assert out.metrics[f"{name}/chosen"].item() == pytest.approx(values[:2].mean().item())
         assert out.metrics[f"{name}/rejected"].item() == pytest.approx(values[2:].mean().item())
