@@ -49,7 +49,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         average_logps: divide the log-probabilities of a sequence, under policy and reference, by its length.
             None is TRL's choice: True for ipo and sigmoid_norm, False for the others; sft is a mean over
             tokens in any case. References given as `ref_logps` per sequence are sums, and metrics are of
-            sums, whatever this says.
+            sums, regardless of this option.
         label_smoothing: share of flipped labels; cDPO for "sigmoid", and the parameter of exo_pair, robust,
             aot and aot_unpaired.
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (f-DPO).

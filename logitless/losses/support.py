@@ -169,7 +169,7 @@ class SupportDistillation(LinearLoss):
         if not self.given:
             return torch.cat((teacher, stats.teacher_rest.clamp(min=MIN_LOGPROB)[:, None]), -1)
         rest = log_of_others(teacher, batch.teacher_logps.dtype)
-        # Where the student has nothing but these ids, neither has the teacher.
+        # If the student has no ids besides these, the teacher's probability of other ids is 0 too.
         rest = torch.where(stats.rest[:, None] == -torch.inf, MIN_LOGPROB, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)
 
