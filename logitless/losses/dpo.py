@@ -123,7 +123,8 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         self._check_combinations()
 
     def _check_numbers(self) -> None:
-        smoothing, alpha = self.label_smoothing, self.ld_alpha
+        smoothing = self.label_smoothing
+        alpha = self.ld_alpha
         if self.beta <= 0:
             raise value_error("beta", "a positive number", self.beta, "TRL's default is 0.1")
         if not 0 <= smoothing <= 1:

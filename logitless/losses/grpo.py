@@ -277,7 +277,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             return {"policy": Term(values, over=self.unit)}
         of = "tokens"
         if self.cp_group is not None and self.scope != "token" and self.unit == "sequences":
-            values, of = batch.sum_by_sequence(values), "sequences"  # as `context_parallel` demands
+            # With `cp_group`, a term over sequences has one value per sequence.
+            values = batch.sum_by_sequence(values)
+            of = "sequences"
         terms = {"policy": Term(values, over=self.unit, of=of)}
         if self.entropy_coef:
             weight = (

@@ -166,7 +166,8 @@ class SpeculatorLoss(LogitsLoss):
         return (*(f"step_{k}/{kind}" for k in steps for kind in kinds), "accepted_length", "expected_length")
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        everything, ids = batch.teacher_logits, batch.draft_ids
+        everything = batch.teacher_logits
+        ids = batch.draft_ids
         taught = everything if ids is None else everything[:, ids]
         if self.teacher_softmax == "draft":
             everything = taught

@@ -27,7 +27,8 @@ SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
 def check_support(loss: LinearLoss) -> None:
     """Check the fields of a `DistillationLoss` that concern its support."""
     check_choice("support", loss.support, (None, *SUPPORTS))
-    k, shared = loss.k, loss.shared_vocabulary
+    k = loss.k
+    shared = loss.shared_vocabulary
     for name, value in (("k", k), ("shared_vocabulary", shared)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise type_error(name, "a whole number or None", repr(value), "count token ids")
