@@ -133,10 +133,10 @@ def _option(text: str) -> tuple[str, object]:
 
 def _bytes(text: str) -> int:
     """A size such as 80GiB in bytes."""
-    found = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", text)
-    if found is None or found[2] not in UNITS or found[1].count(".") > 1:
+    match = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", text)
+    if match is None or match[2] not in UNITS or match[1].count(".") > 1:
         raise argparse.ArgumentTypeError(f"expected a size in bytes, got {text!r}; write 80GiB.")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _loss_class(where: str) -> Callable[..., LinearLoss]:
@@ -162,13 +162,13 @@ def _loss_class(where: str) -> Callable[..., LinearLoss]:
     return getattr(loaded, name)
 
 
-def _check(given: dict[str, object]) -> int:
-    loss = _loss_class(given["loss"])(**dict(given["set"]))
-    device = torch.device(given["device"])
-    if given["tensors"] is None:
-        call = Samples(device, getattr(torch, given["dtype"])).call(loss)
+def _check(options: dict[str, object]) -> int:
+    loss = _loss_class(options["loss"])(**dict(options["set"]))
+    device = torch.device(options["device"])
+    if options["tensors"] is None:
+        call = Samples(device, getattr(torch, options["dtype"])).call(loss)
     else:
-        call = torch.load(given["tensors"], map_location=device, weights_only=True)
+        call = torch.load(options["tensors"], map_location=device, weights_only=True)
         for name in TRAINED:
             if isinstance(call.get(name), torch.Tensor):
                 call[name].requires_grad_()
@@ -179,24 +179,24 @@ def _check(given: dict[str, object]) -> int:
     return 0 if report else 1
 
 
-def _estimate(given: dict[str, object]) -> int:
-    name = given.pop("loss")
-    loss = functools.partial(ESTIMATED[name], **dict(given.pop("set")))
+def _estimate(options: dict[str, object]) -> int:
+    name = options.pop("loss")
+    loss = functools.partial(ESTIMATED[name], **dict(options.pop("set")))
     if name in LOSSES:
         loss = loss()
-    dtype = getattr(torch, given.pop("dtype"))
-    print(logitless.estimate(loss, dtype=dtype, **given))
+    dtype = getattr(torch, options.pop("dtype"))
+    print(logitless.estimate(loss, dtype=dtype, **options))
     return 0
 
 
-def _activations(given: dict[str, object]) -> int:
+def _activations(options: dict[str, object]) -> int:
     from logitless.models.activation_plan import to_bytes
     from logitless.models.activation_table import activation_table
 
-    budget = given.pop("budget")
+    budget = options.pop("budget")
     number = None if budget is None else to_bytes(budget)
-    dtype = getattr(torch, given.pop("dtype"))
-    table = activation_table(dtype=dtype, **given)
+    dtype = getattr(torch, options.pop("dtype"))
+    table = activation_table(dtype=dtype, **options)
     print(table)
     if number is not None:
         print(f"\n{budget}: {table.plan(number).describe()}")
@@ -208,15 +208,15 @@ RUNS = {"check": _check, "estimate": _estimate, "activations": _activations}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 if all is well."""
-    made = parser()
-    given = vars(made.parse_args(arguments))
-    command = given.pop("command")
+    commands = parser()
+    options = vars(commands.parse_args(arguments))
+    command = options.pop("command")
     if command == "doctor":
         return examine()
     try:
-        return RUNS[command](given)
+        return RUNS[command](options)
     except (TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
-        made.error(str(error))
+        commands.error(str(error))
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def stock_forward(module: nn.Module) -> Callable:
 def instance_forward(module: nn.Module) -> Callable | None:
     """The `forward` on the instance, if any, also while an exchange keeps it aside."""
     entries = reversed(module.__dict__.get(STATES, {}).values())
-    kept = (entry.below for entry in entries if entry.below is not None)
-    return module.__dict__.get("forward") or next(kept, None)
+    below = (entry.below for entry in entries if entry.below is not None)
+    return module.__dict__.get("forward") or next(below, None)
 
 
 def _own(cls: type) -> str | None:

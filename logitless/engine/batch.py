@@ -174,21 +174,21 @@ class Batch:
         """`positions`, counted over the slices of all ranks: sort the positions of every rank's tokens."""
         name = "position_ids"
         ids = self.own_segments.ids
-        given = getattr(self, "position_ids", None)
+        position_ids = getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
-        if given is None:
+        if position_ids is None:
             raise value_error(name, expected, None, "declare it in prediction_inputs and pass it")
         first = ids * LARGEST_POSITION
-        own = torch.where(self.supervised, first + given.long(), torch.iinfo(torch.int64).max)
-        known = self._sequences.all_gather_tokens(own).sort().values
-        if ((known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)).any().item():
+        keys = torch.where(self.supervised, first + position_ids.long(), torch.iinfo(torch.int64).max)
+        all_keys = self._sequences.all_gather_tokens(keys).sort().values
+        if ((all_keys[1:] == all_keys[:-1]) & (all_keys[1:] < torch.iinfo(torch.int64).max)).any().item():
             raise value_error(
                 name,
                 expected,
                 "some of them twice",
                 "count through the sequence, not through this rank's slice",
             )
-        return torch.searchsorted(known, own) - torch.searchsorted(known, first)
+        return torch.searchsorted(all_keys, keys) - torch.searchsorted(all_keys, first)
 
     # For losses of logits: reductions over the whole vocabulary, where `z` may be this rank's shard of the
     # columns (`vocab_parallel`).
@@ -227,7 +227,7 @@ class Batch:
     def is_of_groups(self, term: Any) -> bool:
         """Whether a `Term` has one value per sequence or pair.
 
-        The term's unit decides, as the shape does not where the slice has as many tokens as sequences.
+        The term's unit decides: the shape is ambiguous if the slice has as many tokens as sequences.
         """
         return term.unit != "tokens" and term.values.shape == (self.unit_lengths.get(term.unit),)
 

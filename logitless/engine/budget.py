@@ -1,6 +1,6 @@
 """The memory budget of a chunk, and the measured bytes per row of a loss of logits without a kernel.
 
-`passes.plan_for` makes a plan of both.
+`passes.plan_for` makes a plan from both.
 """
 
 import functools
@@ -23,11 +23,11 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVoca
 
 # Number of rows with which the memory of a loss of logits is measured.
 MEASURED_ROWS = 64
-# Bytes from which on a GPU counts as large: cards sold with 64 GB report a little less.
+# A GPU with at least this many bytes counts as large: cards sold with 64 GB report a little less.
 LARGE_CARD = 60 * 2**30
-# Measured bytes per row, by the loss's class and identity and everything else that they depend on.
+# Measured bytes per row, by the class and identity of the loss and every other property that changes them.
 _MEASURED = Remembered()
-# Copies of the logits in fp32 that a loss is assumed to need if measuring it fails.
+# Number of fp32 copies of the logits that a loss is assumed to need if the measurement fails.
 UNMEASURED_COPIES = 8
 
 
@@ -113,7 +113,7 @@ def measured_row_bytes(call: HeadCall) -> int:
             _MEASURED[key] = _measure(loss, example, call.trainable, vocabulary)
         return teacher_bytes + _MEASURED[key]
     except Exception:
-        # The call itself comes next and raises the same error, with more context.
+        # The call runs the loss next and raises the same error, with more context.
         return teacher_bytes + UNMEASURED_COPIES * call.width * torch.float32.itemsize
 
 
@@ -139,16 +139,16 @@ class _Example(NamedTuple):
     def arguments(self, loss: LossSpec) -> tuple[Tensor, ChunkInputs]:
         """Zeros of these shapes, as the arguments of a `ChunkFunction`."""
         make = functools.partial(torch.zeros, device=self.device)
-        # As in a chunk, inputs that are not given are None.
+        # As in a chunk, inputs that the call does not pass are None.
         inputs: dict[str, Tensor | None] = dict.fromkeys(loss.roles)
         inputs |= {name: make(shape, dtype=dtype) for name, shape, dtype in self.inputs}
         if self.teacher_width:
             inputs["teacher_logits"] = make(MEASURED_ROWS, self.teacher_width, dtype=self.dtype)
         units = dict.fromkeys((*UNITS, None), make((), dtype=torch.float32) + 1)
-        given = ChunkInputs(
+        chunk_inputs = ChunkInputs(
             None, make(MEASURED_ROWS, dtype=torch.int64), inputs, UnitFactors(units, units), None
         )
-        return make(MEASURED_ROWS, self.width, dtype=self.dtype), given
+        return make(MEASURED_ROWS, self.width, dtype=self.dtype), chunk_inputs
 
 
 def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:

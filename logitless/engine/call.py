@@ -72,14 +72,14 @@ class HeadCall:
     layers: Layers | None = None
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
     sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
-    add_targets: bool = False  # whether a target that its set has not is added to it
+    add_targets: bool = False  # whether a target that is missing from its row's set is added to the set
     # Set by `unpack`: which tensors need a gradient, and their places among the trained tensors.
     needs: Needs | None = None
     slots: Slots | None = None
     # The sizes and kernels of all ranks that share the head, once they are exchanged.
     shards: Shards | None = None
 
-    # What follows from the fields. It is set where `needs` is, inside the passes.
+    # Derived from the fields above, and set together with `needs`, inside the passes.
     trainable: bool = field(init=False)  # whether anything needs a gradient
     stat_dtype: torch.dtype = field(init=False)  # of per-token statistics
     sequences: WholeSequences = field(init=False)
@@ -251,21 +251,21 @@ def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
         raise value_error(name, f"shape ({V},), one per token id", got, "give every token id an entry")
 
 
-def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _num_items(loss: LossSpec, num_items: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if loss.reduction != "mean":
         raise value_error(
             "num_items",
             f"None with reduction={loss.reduction!r}",
-            given,
+            num_items,
             "only reduction='mean' divides by it",
         )
-    if not isinstance(given, Tensor):
+    if not isinstance(num_items, Tensor):
         if not torch.compiler.is_compiling():  # a symbolic number would become a constant of the graph
-            check_number("num_items", given, "a finite number or a 0-d tensor")
-        given = torch.full((), given, dtype=dtype, device=device)
-    if given.dim() != 0:
-        raise value_error("num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
-    return given.to(device)
+            check_number("num_items", num_items, "a finite number or a 0-d tensor")
+        num_items = torch.full((), num_items, dtype=dtype, device=device)
+    if num_items.dim() != 0:
+        raise value_error("num_items", "a number or a 0-d tensor", tuple(num_items.shape), "sum it first")
+    return num_items.to(device)
 
 
 def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> int:

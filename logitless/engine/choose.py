@@ -32,7 +32,7 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     Args:
         call: the call.
         shard: this rank's shard of the head, with the vocabulary size to check targets against; None: the
-            function finds it out.
+            function resolves the shard.
 
     Returns:
         (the call, with the shard sizes of all ranks if the head is sharded; the rows).
@@ -45,25 +45,25 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     loss = call.loss
     targets = call.targets
     V = call.V if shard is None else shard.V
-    found = [] if loss.faults is None else list(loss.faults(targets, call.inputs, V))
+    input_faults = [] if loss.faults is None else list(loss.faults(targets, call.inputs, V))
     kinds = None
     if call.sets is not None:
         kinds = kinds_of(call.sets, targets, call.inputs, V, loss, add_targets=call.add_targets)
-        found += kinds.faults
-    marking = [fault for fault in found if fault.count.dim()]
-    others = torch.stack([fault.count for fault in marking]) if marking else None
-    marks = marked(targets, V, loss.ignore_index, others)
+        input_faults += kinds.faults
+    marking = [fault for fault in input_faults if fault.count.dim()]
+    marked_tokens = torch.stack([fault.count for fault in marking]) if marking else None
+    marks = marked(targets, V, loss.ignore_index, marked_tokens)
     expected = f"ids in [0, {V}) or ignore_index"
     remedy = "fix the labels or set ignore_index"
     if not loss.compact:
         expected += " (and a mask of 0 and 1, where it is one of integers)"
-    seen = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
-    faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, seen), *marking]
+    details = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
+    faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, details), *marking]
     if call.num_items is not None and loss.reduction == "mean":
         zero = ((call.num_items == 0) & marks[0].any()).long()
         remedy = "count what is supervised"
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
-    faults += [fault for fault in found if not fault.count.dim()]
+    faults += [fault for fault in input_faults if not fault.count.dim()]
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
@@ -91,8 +91,8 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
 def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
     """The rows in the order of the teacher's rows that they are compared with.
 
-    Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
-    teacher's row of every row, as it does where the width of the logits is not known before the sync.
+    Chunks begin at multiples of a tile if the budget holds enough rows of a tile. Otherwise, or if the width
+    of the logits is not known before the sync, the host reads the teacher's row of every row.
     """
     loss = call.loss
     piece = 1
@@ -134,13 +134,13 @@ def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
         shards = Shards.gathered(code, group, call.targets.device)
         call, rows = resolve_rows(call, Shard(group, code, shards.V, sure=True))
         return call.with_shards(shards), rows._replace(shards=shards)
-    known = group.group_name, code
-    shard = Shard(group, code, _SIZES.get(known, 0), sure=False)
+    key = group.group_name, code
+    shard = Shard(group, code, _SIZES.get(key, 0), sure=False)
     try:
         return resolve_rows(call, shard)
-    except VocabSizeChanged as other:
-        V = other.V
-    _SIZES[known] = V
+    except VocabSizeChanged as changed:
+        V = changed.V
+    _SIZES[key] = V
     return resolve_rows(call, shard._replace(V=V, sure=True))
 
 
@@ -160,10 +160,10 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     greatest = ids.max().item()
     first = ids[0].item()
     row = outside.nonzero()[0, 0].item()
-    seen = f": the least is {least}, the greatest {greatest}; "
-    seen += f"the first, {first}, is that of hidden's row {row}"
+    details = f": the least is {least}, the greatest {greatest}; "
+    details += f"the first, {first}, is that of hidden's row {row}"
     # Labels made for transformers mark padding with -100, other data with -1, for example.
     mark = -100 if (ids == -100).any() else least
     if mark != -100 and (least != greatest or least >= 0):
-        return seen, remedy
-    return seen, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
+        return details, remedy
+    return details, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"

@@ -60,31 +60,31 @@ def chunk_function(
 ) -> ChunkFunction:
     """A loss as a function of one chunk of products, before the logit transform, in plain PyTorch."""
 
-    def objective(products: Tensor, given: ChunkInputs) -> tuple[Tensor, tuple]:
+    def objective(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor, tuple]:
         """(total, fields of an `Evaluation`); fields that are None are left out, as torch.func requires."""
-        z, _ = loss.head.logits(products, given.bias)
-        inputs = dict(given.inputs)
+        z, _ = loss.head.logits(products, chunk.bias)
+        inputs = dict(chunk.inputs)
         if inputs.get("teacher_logits") is not None:
             inputs["teacher_logits"], _ = loss.teacher_head.logits(
                 inputs["teacher_logits"], inputs.get("teacher_bias")
             )
         ignore_index = None if loss.compact else loss.ignore_index
         V = vocabulary.total(products.shape[1])
-        batch = Batch(given.targets, V, inputs, ignore_index=ignore_index, vocabulary=vocabulary)
-        total, metrics, values = settle(evaluate_terms(loss, z, batch), given.factors, given.upstream)
+        batch = Batch(chunk.targets, V, inputs, ignore_index=ignore_index, vocabulary=vocabulary)
+        total, metrics, values = settle(evaluate_terms(loss, z, batch), chunk.factors, chunk.upstream)
         fields = (total.detach(), metrics)
         return total, fields if values is None else (*fields, values.detach())
 
-    def evaluate(products: Tensor, given: ChunkInputs) -> tuple[Tensor | None, Evaluation]:
+    def evaluate(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor | None, Evaluation]:
         if not differentiate:
-            return None, Evaluation(*objective(products, given)[1])
+            return None, Evaluation(*objective(products, chunk)[1])
         if vocabulary.sharded:
             # The collectives are autograd Functions that torch.func does not support.
             gradients, (_, fields) = grad_and_value(
-                lambda leaves: objective(leaves["z"], given), {"z": products}
+                lambda leaves: objective(leaves["z"], chunk), {"z": products}
             )
             return gradients["z"], Evaluation(*fields)
-        gradient, (_, fields) = torch.func.grad_and_value(lambda z: objective(z, given), has_aux=True)(
+        gradient, (_, fields) = torch.func.grad_and_value(lambda z: objective(z, chunk), has_aux=True)(
             products
         )
         return gradient, Evaluation(*fields)
@@ -113,11 +113,11 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
     plain.__code__ = plain.__code__.replace()
     run = torch.compile(plain, dynamic=True)
 
-    def evaluate(products: Tensor, given: ChunkInputs) -> tuple[Tensor | None, Evaluation]:
+    def evaluate(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor | None, Evaluation]:
         nonlocal run
         try:
             with _stance(products.device):
-                return run(products, given)
+                return run(products, chunk)
         except Exception as error:
             if run is plain or not _is_of_the_compiler(error):
                 raise
@@ -128,7 +128,7 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
                 f"{name} runs uncompiled, slower and in more memory: {type(error).__name__}: {message}",
                 UserWarning,
             )
-            return plain(products, given)
+            return plain(products, chunk)
 
     return evaluate
 

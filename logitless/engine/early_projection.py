@@ -23,8 +23,8 @@ from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
 
-# LIKELY: consecutive calls with every row supervised before the first early projection. One that is discarded
-# costs a pass, so each one multiplies this number by PATIENCE.
+# LIKELY: consecutive calls with every row supervised before the first early projection. A discarded
+# projection costs a pass, so each one multiplies this number by PATIENCE.
 LIKELY, PATIENCE = 3, 4
 
 
@@ -34,7 +34,7 @@ class Streak:
 
     Attributes:
         length: number of consecutive last calls in which every row was supervised.
-        needed: the length from which on the next call is projected early.
+        needed: the length at which the next call is projected early.
     """
 
     length: int = 0
@@ -64,14 +64,14 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
     elif streak is not None and streak.length >= streak.needed:
         early = EarlyProjection(call)
         try:
-            found = run(early.call, early.rows)
+            result = run(early.call, early.rows)
         except Exception:
             if early.is_valid():
                 raise
         else:
             if early.is_valid():
-                return found
-            del found  # free the result before the second pass allocates
+                return result
+            del result  # free the result before the second pass allocates
         streak.length = 0
         streak.needed *= PATIENCE
     call, rows = resolve_rows(call)
@@ -81,7 +81,7 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
 
 
 class EarlyProjection:
-    """A call of which every row is taken to be supervised.
+    """A call in which every row is assumed to be supervised.
 
     Attributes:
         call: the call with its targets clamped to ids of the vocabulary.

@@ -125,8 +125,8 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
             dlogp_dhidden, *statistics = operators.statistics_op(list(tensors), sequences, key)
             return tuple(statistics), [dlogp_dhidden], None
         outputs = operators.solve_op(list(tensors), sequences, key)
-        kept = 1 + len(signature.needs)
-        return tuple(outputs[:-kept]), list(outputs[-kept:]), None
+        saved_count = 1 + len(signature.needs)
+        return tuple(outputs[:-saved_count]), list(outputs[-saved_count:]), None
     calls = unpack(signature, tensors, sequences)
     if run.mode is Mode.ACCUMULATE_IN_FORWARD:
         solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, fixed_dtypes=False)
@@ -185,7 +185,7 @@ class FusedLinearBase(torch.autograd.Function):
     def forward(ctx, run: CallSpec, *tensors: Tensor | None):
         signature = run.signature
         into_main = run.mode is Mode.ACCUMULATE_IN_BACKWARD
-        outputs, kept, ctx.rows = _forward(
+        outputs, saved, ctx.rows = _forward(
             run, signature.without_gradients() if into_main else signature, tensors
         )
         if into_main:
@@ -196,13 +196,13 @@ class FusedLinearBase(torch.autograd.Function):
         ctx.count = len(tensors)
         ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
         if run.mode in (Mode.SOLVED, Mode.ACCUMULATE_IN_FORWARD):
-            ctx.save_for_backward(*kept)
+            ctx.save_for_backward(*saved)
             ctx.mark_non_differentiable(*outputs[1:])
         elif into_main:
             ctx.save_for_backward(*tensors)  # `main` is not saved: other calls may modify it before backward
             ctx.mark_non_differentiable(*outputs[1:])
         else:
-            ctx.save_for_backward(*tensors, *kept, *outputs)
+            ctx.save_for_backward(*tensors, *saved, *outputs)
             loss = signature.loss
             objective = loss.objective
             names, differentiable = objective.statistic_names(loss), objective.differentiable_names(loss)
@@ -244,10 +244,10 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
         deferred, *sums = operators.gradients_op(*arguments)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
-        deferred, found = operators.token_gradients(
+        deferred, gradients = operators.token_gradients(
             call, statistics, upstream, dlogp_dhidden, ctx.rows, fixed_dtypes=False
         )
-        sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
+        sums = [gradients.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
 
 
@@ -294,8 +294,8 @@ def _finished(ctx, sums: Sequence[Tensor | None], factor: Tensor, *, owned: bool
     needs = ctx.run.signature.needs
     wanted = [x.reshape(-1, x.shape[-1]) if need else None for x, need in zip(sums, needs, strict=True)]
     dtypes = [None if kind is None else kind[0] for kind in ctx.trained]
-    found = finish(wanted, factor, dtypes, owned=owned)
-    return [None if x is None else x.view(kind[1]) for x, kind in zip(found, ctx.trained, strict=True)]
+    grads = finish(wanted, factor, dtypes, owned=owned)
+    return [None if x is None else x.view(kind[1]) for x, kind in zip(grads, ctx.trained, strict=True)]
 
 
 def _expect_one(upstream: Tensor, *, on_host: bool) -> None:

@@ -121,10 +121,10 @@ class Gradients:
                 self.sums[weight] = torch.empty(V, H, dtype=dtypes.weight, device=call.weight.device)
                 self._weight = Sum(self.sums[weight])
         if needs.bias:
-            known = bias in self.sums
-            if not known:
+            written = bias in self.sums
+            if not written:
                 self.sums[bias] = torch.empty(V, 1, dtype=dtypes.bias, device=call.weight.device)
-            self._bias = Sum(self.sums[bias], written=known)
+            self._bias = Sum(self.sums[bias], written=written)
 
     def add(self, chunk: Chunk, head: Projection) -> None:
         """Product 3: add a chunk's d_weight and d_bias."""
@@ -199,14 +199,14 @@ def finish(
     return finished
 
 
-def check_main_gradient(given: HeadCall, weight: object, main: object, grad_scale: float) -> None:
+def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale: float) -> None:
     """Raise unless this call's backward pass can add the gradient of `weight` to `main`."""
     name = "accumulate_into"
-    shape = tuple(given.weight.shape)
-    stat = torch.promote_types(given.dtype, torch.float32)
+    shape = tuple(call.weight.shape)
+    stat = torch.promote_types(call.dtype, torch.float32)
     if not isinstance(main, Tensor):
         raise type_error(name, "a tensor", type(main).__name__, "pass the main gradient")
-    if given.weight is not weight:
+    if call.weight is not weight:
         raise value_error(name, "a plain tensor as weight", type(weight).__name__, "leave it out")
     if main.shape != shape:
         raise value_error(name, f"weight's shape {shape}", tuple(main.shape), "one per weight")
@@ -220,9 +220,9 @@ def check_main_gradient(given: HeadCall, weight: object, main: object, grad_scal
         )
     if not weight.requires_grad:
         raise value_error(name, "a trainable weight", "a frozen one", "leave it out")
-    if given.loss.reduction == "none":
+    if call.loss.reduction == "none":
         raise value_error(
-            "reduction", "'mean' or 'sum' with accumulate_into", repr(given.loss.reduction), "reduce the loss"
+            "reduction", "'mean' or 'sum' with accumulate_into", repr(call.loss.reduction), "reduce the loss"
         )
     if not isinstance(grad_scale, int | float) or not math.isfinite(grad_scale):
         raise value_error(

@@ -132,9 +132,9 @@ def same_option(one: float | str | None, other: float | str | None) -> bool:
     return math.isclose(one, other) if numbers else one == other
 
 
-def is_head(*given: object) -> bool:
+def is_head(*arguments: object) -> bool:
     """Whether any argument is a module or a view instead of a weight tensor."""
-    for x in given:
+    for x in arguments:
         if isinstance(x, nn.Module | HeadView):
             return True
     return False
@@ -190,8 +190,8 @@ def _own_class(cls: type) -> tuple[type, bool]:
     """(class of the module without the subclasses of FSDP2 and `exchange`, whether FSDP2 made one)."""
     # FSDP2 replaces the class by a subclass of FSDPModule and the original class.
     added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
-    own = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))
-    return next(own), bool(added)
+    classes = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))
+    return next(classes), bool(added)
 
 
 def unviewed(x: Tensor, module: nn.Module) -> Tensor:

@@ -31,8 +31,9 @@ def is_per_sequence(
         x: the input.
         targets: (B, T), or packed (N,).
         sequences: the number of sequences of the call.
-        sums: whether an entry per sequence is a sum over its tokens. One token that is its sequence is then
-            read per token: its entry is dropped if it is not supervised, as the sum over no tokens is 0.
+        sums: whether an entry per sequence is a sum over its tokens. The entry of a sequence of one token is
+            then read as an entry per token: dropped if the token is not supervised, as the sum over no tokens
+            is 0.
         slices: with `cp_group`, whose ranks must agree: the slice of one rank may have as many tokens as
             there are sequences.
 

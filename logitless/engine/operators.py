@@ -222,10 +222,10 @@ def _(tensors, sequences, key):
     (call,) = _calls(tensors, sequences, key)
     loss = call.loss
     hidden = call.hidden
-    kept = passes.keeps_dlogp_dhidden(call)
+    cached_grad = passes.keeps_dlogp_dhidden(call)
     shapes = loss.objective.statistic_shapes(loss, call.targets.shape[0], call.inputs).values()
-    kind = d_hidden_dtype(call.dtype) if kept else hidden.dtype
-    dlogp_dhidden = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
+    kind = d_hidden_dtype(call.dtype) if cached_grad else hidden.dtype
+    dlogp_dhidden = hidden.new_empty(hidden.shape if cached_grad else 0, dtype=kind)
     return [
         dlogp_dhidden,
         *(hidden.new_empty(shape, dtype=dtype or call.stat_dtype) for shape, dtype in shapes),
@@ -244,8 +244,10 @@ def gradients_op(
     """[deferred, *sums of gradients]"""
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
-        kept = dlogp_dhidden if passes.keeps_dlogp_dhidden(calls[0]) else None
-        deferred, gradients = token_gradients(calls[0], statistics, upstream, kept, None, fixed_dtypes=True)
+        cached_grad = dlogp_dhidden if passes.keeps_dlogp_dhidden(calls[0]) else None
+        deferred, gradients = token_gradients(
+            calls[0], statistics, upstream, cached_grad, None, fixed_dtypes=True
+        )
         return [deferred, *_sums(gradients, calls, key, deferred)]
 
 
@@ -263,10 +265,12 @@ def token_gradients(
     loss = call.loss
     objective = loss.objective
     named = list(zip(objective.statistic_names(loss), statistics, upstream, strict=True))
-    known = {name: x for name, x, _ in named if x.dim()}
+    named_statistics = {name: x for name, x, _ in named if x.dim()}
     differentiable = objective.differentiable_names(loss)
-    given = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
-    return passes.token_gradients(call, known, given, dlogp_dhidden, rows, fixed_dtypes=fixed_dtypes)
+    named_grads = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
+    return passes.token_gradients(
+        call, named_statistics, named_grads, dlogp_dhidden, rows, fixed_dtypes=fixed_dtypes
+    )
 
 
 @torch.library.custom_op("logitless::accumulate", mutates_args=("main",))

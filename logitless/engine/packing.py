@@ -49,19 +49,19 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
     """
     trained: list[Tensor] = []
     parts = []
-    for given in heads:
-        number = None if given.layers is None else given.layers.head
-        layers = {} if given.layers is None else given.layers.tensors
+    for head in heads:
+        number = None if head.layers is None else head.layers.head
+        layers = {} if head.layers is None else head.layers.tensors
         slots = []
-        for x in (given.hidden, given.weight, given.bias, *layers.values()):
+        for x in (head.hidden, head.weight, head.bias, *layers.values()):
             slot = None if x is None else len(trained)
-            for index, known in enumerate(trained):
-                if known is x:
+            for index, packed in enumerate(trained):
+                if packed is x:
                     slot = index
             if slot == len(trained):
                 trained.append(x)
             slots.append(slot)
-        parts.append(Part(given.coefficient, Slots(*slots[:3], tuple(slots[3:])), number, tuple(layers)))
+        parts.append(Part(head.coefficient, Slots(*slots[:3], tuple(slots[3:])), number, tuple(layers)))
     first = heads[0]
     last = heads[-1]
     grad = torch.is_grad_enabled()
@@ -72,7 +72,7 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
     signature = Signature(first.loss, first.dtype, needs, tuple(parts), autocast, module, first.add_targets)
     sets = NO_SETS if first.sets is None else first.sets
     shared = [first.num_items, first.cu_seqlens, first.frozen, *sets, *first.inputs.values()]
-    return signature, [*trained, *(given.targets for given in heads), *shared], first.sequence_count
+    return signature, [*trained, *(head.targets for head in heads), *shared], first.sequence_count
 
 
 def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[HeadCall]:

@@ -95,12 +95,12 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
         if plan.strategy == "cached_grad":
             scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
-        total, found = settled(call, objective.reports, factors.metrics)
+        total, head_metrics = settled(call, objective.reports, factors.metrics)
         # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read.
-        known = isinstance(deferred, float) and deferred == 1.0
-        losses.append(total if known else total * deferred)
-        own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
-        metrics.append(torch.stack([own, *found]))
+        is_one = isinstance(deferred, float) and deferred == 1.0
+        losses.append(total if is_one else total * deferred)
+        head_loss = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
+        metrics.append(torch.stack([head_loss, *head_metrics]))
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, objective, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
@@ -120,10 +120,10 @@ def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | 
     statistics = objective.named_statistics()
     N = call.targets.shape[0]
     if "d_logps" in names:
-        known = call.trainable and "logps" in call.loss.differentiates
+        has_grad = call.trainable and "logps" in call.loss.differentiates
         zero = torch.zeros_like(statistics["logps"])
-        statistics["d_logps"] = objective.grads.logps * deferred if known else zero
-        if known and rows.replay is not None:
+        statistics["d_logps"] = objective.grads.logps * deferred if has_grad else zero
+        if has_grad and rows.replay is not None:
             statistics["d_logps"] = rows.replay.in_row_order(statistics["d_logps"])
     return [rows.scattered(statistics[name], N) for name in names]
 
@@ -135,10 +135,10 @@ def token_statistics(call: HeadCall) -> Statistics:
 
 def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
     N = call.targets.shape[0]
-    kept = keeps_dlogp_dhidden(call)
+    cached_grad = keeps_dlogp_dhidden(call)
     plan = plan_for(call, rows, Pass.STATISTICS)
     objective = objective_of(call).for_stats(call, rows, plan)
-    head = projection_of(plan)(call, rows, gradients=kept)
+    head = projection_of(plan)(call, rows, gradients=cached_grad)
     run(plan, rows.chunked, head, objective, Gradients([call], fixed_dtypes=False))
     statistics = {
         name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
@@ -159,7 +159,7 @@ def token_gradients(
 
     Args:
         call: the call.
-        numbers: (N,) statistics by name, as the forward pass returned them.
+        statistics: (N,) statistics by name, as the forward pass returned them.
         upstream: (N,) gradients of the differentiable statistics, by name.
         dlogp_dhidden: (N, H) d logp / d hidden, if the forward pass kept it.
         rows: the rows of the forward pass; None: choose them again.
@@ -173,12 +173,12 @@ def token_gradients(
     else:
         call = call.with_shards(rows.shards)
     everything = rows.at(0, rows.count)
-    given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
-    known = {name: x[everything] for name, x in statistics.items()}
+    grads = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
+    row_statistics = {name: x[everything] for name, x in statistics.items()}
     gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
-        objective = call.loss.objective.for_backward(call, rows, known, given)
+        objective = call.loss.objective.for_backward(call, rows, row_statistics, grads)
         head = Projection(call, rows, gradients=False)
         head.d_hidden = (
             torch.empty_like(dlogp_dhidden) if rows.index is None else torch.zeros_like(dlogp_dhidden)
@@ -189,11 +189,11 @@ def token_gradients(
     deferred = one
     if gradients.deferred is None:
         # Divide by a power of two so that the largest upstream gradient is near 1; `finish` multiplies again.
-        largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
+        largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in grads.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
-        given = {name: x / deferred for name, x in given.items()}
+        grads = {name: x / deferred for name, x in grads.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS, fp32_d_weight=fixed_dtypes)
-    objective = objective_of(call).for_backward(call, rows, known, given)
+    objective = objective_of(call).for_backward(call, rows, row_statistics, grads)
     head = projection_of(plan)(call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.sums > 1)
     run(plan, rows.chunked, head, objective, gradients)

@@ -8,7 +8,7 @@ it). Every strategy is such a list:
 
     fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
     recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
-    cached_grad        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
+    cached_grad       read + write of d logp / d hidden, evaluate at the end       no d_weight: 2 products
     loss_only         read ... read + evaluate                                    1 product
 """
 
@@ -184,7 +184,7 @@ class Plan:
         fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         replayed = "" if self.replay is None else self.replay.describe()
-        # Statistics over kept ids are compared with those of a server, so they need the rule of both.
+        # Statistics over kept ids are compared with a server's; both must read logits of the same dtype.
         logits = f", logits in {self.logits}" if self.replay is not None else ""
         return (
             f"{head}{replayed}{gathered}{self.strategy}{parts}: "
@@ -242,7 +242,7 @@ class Facts(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
     """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
-    rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, _, *told = facts
+    rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, _, *passed_on = facts
     C = chunk_rows(rows, row_bytes, budget)
     # d_weight of a single chunk is written in the dtype of the products; that of several chunks is summed in
     # fp32. Take a single chunk if its extra rows take no more memory than the fp32 sum: it is also faster (3%
@@ -277,7 +277,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     sizes = [step.stop - step.start for step in steps if step.stop > step.start]
     chunks = len(sizes)
     longest = max(sizes, default=0)
-    return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *told)
+    return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *passed_on)
 
 
 @functools.lru_cache(maxsize=64)
@@ -294,11 +294,11 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     C = chunk_rows(max(plain, picked), row_bytes, budget)
 
     def steps_of(**passes: bool) -> list[Step]:
-        found = _chunks(0, plain, C, **passes)
-        found += [x._replace(kind=Kind.PICKED) for x in _chunks(plain, projected, C, **passes)]
+        chunks = _chunks(0, plain, C, **passes)
+        chunks += [x._replace(kind=Kind.PICKED) for x in _chunks(plain, projected, C, **passes)]
         if gathered:
-            found.append(Step(projected, chunked, kind=Kind.GATHERED, **passes))
-        return found
+            chunks.append(Step(projected, chunked, kind=Kind.GATHERED, **passes))
+        return chunks
 
     everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
     strategy = "recompute"
@@ -323,7 +323,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
         strategy = "resident"
         steps = _evaluating(steps_of(read=True, write=True), everything)
     sizes = [x.stop - x.start for x in steps if x.stop > x.start and x.kind is not Kind.GATHERED]
-    told = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
+    passed_on = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
     return Plan(
         strategy,
         tuple(steps),
@@ -334,7 +334,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
         max(sizes, default=0),
         parts,
         0,
-        *told,
+        *passed_on,
         replay,
     )
 

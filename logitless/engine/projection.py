@@ -107,13 +107,13 @@ class Projection:
         pairs = []
         if self.needs.weight:
             x = chunk.features
-            own = self.layers is None and (
+            writable = self.layers is None and (
                 isinstance(chunk.row_index, Tensor) or x.dtype != self.call.hidden.dtype
             )
             if self.frozen_columns:
                 x = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format)
-                own = True
-            chunk.trained = x if own or not chunk.factors else torch.empty_like(x)
+                writable = True
+            chunk.trained = x if writable or not chunk.factors else torch.empty_like(x)
             pairs.append((x, chunk.trained))
         if chunk.d_features is not None:
             pairs.append((chunk.d_features, chunk.d_features))

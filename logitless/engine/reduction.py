@@ -21,7 +21,7 @@ Number = float | Tensor
 def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
     """(factors of the units in a reduced loss, the deferred power of two).
 
-    `deferred` None: choose the power of two from the main unit's factor; else use the one that is given.
+    `deferred` None: choose the power of two from the main unit's factor. Otherwise use `deferred` itself.
     """
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
@@ -34,9 +34,9 @@ def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[U
     factors = _inverses(normalizers, call.stat_dtype, call.coefficient)
     if deferred is None:
         deferred = power_of_two(factors[loss.unit])
-    own = {unit: factor / deferred for unit, factor in factors.items()}
+    loss_factors = {unit: factor / deferred for unit, factor in factors.items()}
     counted = None if call.num_items is None else loss.unit
-    return UnitFactors(own, _inverses(counts, call.stat_dtype, 1.0), counted), deferred
+    return UnitFactors(loss_factors, _inverses(counts, call.stat_dtype, 1.0), counted), deferred
 
 
 def metric_factors(counts: dict[str, int | Tensor], dtype: torch.dtype) -> dict[str | None, Number]:

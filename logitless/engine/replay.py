@@ -4,7 +4,7 @@ Rows are of four kinds, by the number of distinct ids of their set:
 
     plain      no set: the whole vocabulary, projected as in any call
     picked     more ids than `most_gathered(V)`: projected; the ids' logits are picked from the chunk
-    gathered   2 ids and more: the products of the ids' rows of the head, and no others
+    gathered   2 ids and more: only the products with the ids' rows of the head
     certain    one id: log p = 0 and entropy = 0, without gradient; nothing is read
 
 The kind follows from a row's own set and the size of the vocabulary, so how a token is computed does not
@@ -30,7 +30,8 @@ PLAIN, PICKED, GATHERED, CERTAIN = range(4)
 # (a renormalized top-64 of 151,936 ids takes 12% of three products). A constant, so that the kind of a row
 # depends on V alone.
 BREAK_EVEN, LEAST = 180, 64
-# Log-probability below which a token of one kept id has not the log-probability over its set, which is 0.
+# The log-probability over a set of one id is 0. A sampled log-probability below this bound is of another
+# distribution.
 RAW = -1e-3
 
 
@@ -54,7 +55,8 @@ class Replay:
 
     Attributes:
         chunked: the rows that the chunk loop takes, in chunk order.
-        order: (rows,) positions of the rows in chunk order, the certain ones last; None: the rows are in it.
+        order: (rows,) positions of the rows in chunk order, the certain ones last; None: the rows already are
+            in chunk order.
         plain, picked, gathered, certain: the number of rows of each kind; with compact=False all rows count
             as picked, as the host does not know their sets.
         slots: the slots of the picked and of the gathered rows, by kind.
@@ -109,42 +111,44 @@ def kinds_of(
     supervised = targets != loss.ignore_index
     S = ids.shape[0]
     broken = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] > S)
-    found = distinct_slots(ids, starts, lengths, targets, supervised, V, add_targets=add_targets)
+    distinct = distinct_slots(ids, starts, lengths, targets, supervised, V, add_targets=add_targets)
     sound = broken == 0
-    kind = torch.where(found.counts > most_gathered(V), PICKED, GATHERED)
-    single = found.counts == 1
+    kind = torch.where(distinct.counts > most_gathered(V), PICKED, GATHERED)
+    single = distinct.counts == 1
     if not needs_logits(loss):
         kind = torch.where(single, CERTAIN, kind)
-    kind = torch.where(found.counts == 0, PLAIN, kind)
+    kind = torch.where(distinct.counts == 0, PLAIN, kind)
     picked, gathered = kind == PICKED, kind == GATHERED
-    slots = [torch.where(which, found.counts, 0).sum() for which in (picked, gathered)]
+    slots = [torch.where(which, distinct.counts, 0).sum() for which in (picked, gathered)]
     counts = torch.stack([picked.sum(), gathered.sum(), (kind == CERTAIN).sum(), *slots, single.sum()])
-    marks = [_missing(found.missing & sound)]
+    marks = [_missing(distinct.missing & sound)]
     for name in loss.sampled_logps:
         x = inputs.get(name)
         if x is not None:
             marks.append(_raw(name, x, single & sound & (x < RAW)))
-    return Kinds(found, kind, counts, (*marks, _offsets(broken, offsets, S), _outside(found, ids, V, sound)))
+    return Kinds(
+        distinct, kind, counts, (*marks, _offsets(broken, offsets, S), _outside(distinct, ids, V, sound))
+    )
 
 
 def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool) -> Rows:
     """`rows` with their `Replay`; those of a loss of single tokens come back in chunk order."""
-    found, kind = kinds.found, kinds.kind
+    distinct, kind = kinds.found, kinds.kind
     if not compact:
         every = torch.ones_like(kind, dtype=torch.bool)
-        slots = slots_of(found, every, rows.count, found.keys.shape[0], V)
+        slots = slots_of(distinct, every, rows.count, distinct.keys.shape[0], V)
         replay = Replay(rows, None, 0, rows.count, 0, 0, {PICKED: slots}, None, None)
         return rows._replace(replay=replay)
     picked, gathered, certain, *sizes, single = rows.counted
     plain = rows.count - picked - gathered - certain
     slots = {
-        which: slots_of(found, kind == which, count, size, V)
+        which: slots_of(distinct, kind == which, count, size, V)
         for which, count, size in zip((PICKED, GATHERED), (picked, gathered), sizes, strict=True)
     }
     order = None
     if rows.count not in (plain, picked, gathered, certain):
-        own = kind if rows.index is None else kind[rows.index]
-        order = own.argsort(stable=True)
+        row_kinds = kind if rows.index is None else kind[rows.index]
+        order = row_kinds.argsort(stable=True)
     index = rows.index
     if order is not None:
         index = order if index is None else index[order]
@@ -156,34 +160,36 @@ def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool)
         everything = torch.arange(rows.count, device=kind.device) if index is None else index
         index = everything[:chunked_count]
     chunked = Rows(chunked_count, rows.tokens, 0, index, None, None, shards=rows.shards)
-    kept = sum(sizes) + certain
-    return rows._replace(replay=Replay(chunked, order, plain, picked, gathered, certain, slots, kept, single))
+    slot_count = sum(sizes) + certain
+    return rows._replace(
+        replay=Replay(chunked, order, plain, picked, gathered, certain, slots, slot_count, single)
+    )
 
 
 def _offsets(broken: Tensor, offsets: Tensor, S: int) -> Fault:
-    def seen() -> tuple[str, str]:
-        given = offsets.tolist()
-        falls = [n for n in range(1, len(given)) if given[n] < given[n - 1]]
+    def details() -> tuple[str, str]:
+        values = offsets.tolist()
+        falls = [n for n in range(1, len(values)) if values[n] < values[n - 1]]
         if falls:
-            return f": entry {falls[0]} is {given[falls[0]]} after {given[falls[0] - 1]}", remedy
-        return f": the first is {given[0]}, the last {given[-1]}", remedy
+            return f": entry {falls[0]} is {values[falls[0]]} after {values[falls[0] - 1]}", remedy
+        return f": the first is {values[0]}, the last {values[-1]}", remedy
 
     remedy = "pass the offsets that belong to these token_ids"
-    return Fault(broken.long(), NAME, f"offsets that rise from 0 to at most {S}", "others", remedy, seen)
+    return Fault(broken.long(), NAME, f"offsets that rise from 0 to at most {S}", "others", remedy, details)
 
 
 def _missing(missing: Tensor) -> Fault:
-    def seen() -> tuple[str, str]:
+    def details() -> tuple[str, str]:
         rows = missing.nonzero()[:, 0]
         where = f", the first at row {rows[0].item()}" if rows.numel() else ""
         return where, remedy
 
     remedy = 'pass missing="add", or the sets of these tokens'
-    return Fault(missing, NAME, "every supervised target in its set", "{count} that are not", remedy, seen)
+    return Fault(missing, NAME, "every supervised target in its set", "{count} that are not", remedy, details)
 
 
 def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
-    def seen() -> tuple[str, str]:
+    def details() -> tuple[str, str]:
         rows = raw.nonzero()[:, 0]
         where = ""
         if rows.numel():
@@ -194,14 +200,14 @@ def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
         "ask the server for them (vLLM: logprobs_mode='processed_logprobs'), or compute them with the mask"
     )
     expected = "log-probabilities over the sampling mask, so 0 for tokens with one kept id"
-    return Fault(raw, name, expected, f"{{count}} below {RAW:g}", remedy, seen)
+    return Fault(raw, name, expected, f"{{count}} below {RAW:g}", remedy, details)
 
 
-def _outside(found: Distinct, ids: Tensor, V: int, sound: Tensor) -> Fault:
+def _outside(distinct: Distinct, ids: Tensor, V: int, sound: Tensor) -> Fault:
     expected = f"ids in [0, {V})"
     remedy = "pass the server's ids of this vocabulary"
-    seen = partial(_seen_outside, ids, found.outside, remedy)
-    return Fault((found.outside & sound).sum(), NAME, expected, "{count} outside", remedy, seen)
+    details = partial(_seen_outside, ids, distinct.outside, remedy)
+    return Fault((distinct.outside & sound).sum(), NAME, expected, "{count} outside", remedy, details)
 
 
 def _seen_outside(ids: Tensor, outside: Tensor, remedy: str) -> tuple[str, str]:

@@ -82,7 +82,7 @@ class Rows(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A rank's knowledge of a sharded head before the ranks exchange theirs."""
+    """This rank's shard of a head, before the ranks exchange their shards."""
 
     group: "ProcessGroup"
     code: int  # see `Shards.code`
@@ -144,8 +144,8 @@ def compact_rows(
             layout = _padded(supervised, grouping, counts.of_sequences, compact)
     if not compact:
         numbers = counts.numbers
-        found = peers.table(numbers[1:]).sum(0) if peers.groups else numbers[1:]
-        for fault, fits in zip(faults, (found == 0).unbind(), strict=True):
+        fault_counts = peers.table(numbers[1:]).sum(0) if peers.groups else numbers[1:]
+        for fault, fits in zip(faults, (fault_counts == 0).unbind(), strict=True):
             fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
     exchange = RankExchange(peers, shard) if peers.groups else None
@@ -190,17 +190,17 @@ def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens:
     The order of the counts: the marks, the wrong boundaries (with `cu_seqlens`), the other faults.
     """
     count = marks.shape[0]
-    found = counted(marks, max(1, sequences), cu_seqlens)
-    others = [fault.count for fault in faults[count - 1 :]]
-    numbers = torch.cat((found, torch.stack(others))) if others else found
+    mark_counts = counted(marks, max(1, sequences), cu_seqlens)
+    fault_counts = [fault.count for fault in faults[count - 1 :]]
+    numbers = torch.cat((mark_counts, torch.stack(fault_counts))) if fault_counts else mark_counts
     return _Counts(numbers, count, sequences) if sequences else _Counts(numbers)
 
 
 def boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
     """The fault of wrong boundaries; `name` is that of the argument. `_counted` counts it."""
     remedy = "let them cover every token of hidden once"
-    seen = partial(_seen_boundaries, cu_seqlens, N, remedy)
-    return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, seen)
+    details = partial(_seen_boundaries, cu_seqlens, N, remedy)
+    return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, details)
 
 
 def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]:
@@ -277,8 +277,8 @@ class RankExchange(NamedTuple):
     def gather(self, numbers: Tensor) -> Tensor:
         """(n,) counts of this rank -> flat table of all ranks: global rank and code, assumed V, counts."""
         code, V = (0, 0) if self.shard is None else (self.shard.code, self.shard.V)
-        own = _constants((dist.get_rank() << 32) + code, V, numbers.device)
-        return self.peers.table(torch.cat((own, numbers))).view(-1)
+        constants = _constants((dist.get_rank() << 32) + code, V, numbers.device)
+        return self.peers.table(torch.cat((constants, numbers))).view(-1)
 
     def check(
         self, faults: Sequence[Fault], numbers: Sequence[int]

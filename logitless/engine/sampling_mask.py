@@ -12,7 +12,7 @@ from logitless.errors import check_choice
 
 NAME = "sampling_mask"
 IDS = (torch.int32, torch.int64)
-# What to do with a target that its set has not.
+# What to do with a target that is missing from its row's set.
 MISSING = ("raise", "add")
 
 
@@ -29,19 +29,19 @@ class AlignedMask(NamedTuple):
     """A sampling mask whose sets are aligned with the hidden states of a call."""
 
     sets: Sets
-    add_targets: bool  # whether a target that its set has not is added to it
+    add_targets: bool  # whether a target that is missing from its row's set is added to the set
 
 
 class SamplingMask:
     """The ids that a sampler's truncation left of each token's vocabulary, as inference servers return them.
 
     Token n keeps `token_ids[offsets[n]:offsets[n + 1]]`: the names and the order of vLLM's `SamplingMask`. An
-    empty set means that nothing was cut: the whole vocabulary. A set belongs to the token that was sampled,
-    as its label does; with `shift=True` it is shifted with the labels.
+    empty set stands for the whole vocabulary. A set belongs to the sampled token, like the token's label;
+    with `shift=True` the sets are shifted with the labels.
 
     Args:
         token_ids: (S,) int32 or int64 ids of the whole vocabulary, also with `tp_group`; in any order. An id
-            that comes twice counts once. Ids beyond offsets[-1] are not read, so a buffer may be longer.
+            that occurs twice counts once. Ids beyond offsets[-1] are not read, so a buffer may be longer.
         offsets: (N + 1,) int32 or int64, not falling, from 0. N is the number of targets of the call: B * T
             of a padded batch, row by row, or the packed length.
         missing: what to do if a target is not in its set: "raise" a ValueError, or "add" it to the set.
@@ -131,20 +131,25 @@ class SamplingMask:
         for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
             if mask is None:
                 continue
-            given, offsets = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in mask)
+            token_ids, offsets = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in mask)
             tokens = offsets.shape[0] - 1
             if start < 0 or start + tokens > length:
                 raise ValueError(
                     f"masks: expected completions inside {length} positions, got {tokens} tokens from "
                     f"position {start} in row {row}; cut masks and completions alike."
                 )
-            if tokens < 0 or offsets[0] != 0 or (offsets.diff() < 0).any() or offsets[-1] > given.shape[0]:
+            if (
+                tokens < 0
+                or offsets[0] != 0
+                or (offsets.diff() < 0).any()
+                or offsets[-1] > token_ids.shape[0]
+            ):
                 raise ValueError(
-                    f"masks: expected offsets that rise from 0 to at most {given.shape[0]}, got others in "
-                    f"row {row}; pass the server's token_ids and offsets of the same completion."
+                    f"masks: expected offsets that rise from 0 to at most {token_ids.shape[0]}, got others "
+                    f"in row {row}; pass the server's token_ids and offsets of the same completion."
                 )
             lengths[row, start : start + tokens] = offsets.diff()
-            ids.append(given[: offsets[-1]])
+            ids.append(token_ids[: offsets[-1]])
         flat = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
         offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
         return cls(flat.to(device), offsets.to(device), missing=missing)

@@ -104,7 +104,8 @@ class LossSpec(Protocol):
     # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
     sampled_logps: tuple[str, ...]
     roles: ClassVar[Mapping[str, Role]]
-    # Name of the input (N,) with the row of `teacher_hidden` that each row is compared with; None: its own.
+    # Name of the input (N,) with the row of `teacher_hidden` that each row is compared with; None: row i is
+    # compared with row i.
     teacher_rows: ClassVar[str | None]
     # The Objective class that evaluates the loss.
     objective: ClassVar[type]

@@ -1,4 +1,4 @@
-"""The rows of a teacher with which the rows of a call are compared, several of them with the same one.
+"""The rows of a teacher with which the rows of a call are compared. Several rows may share a teacher's row.
 
 A loss names the input that holds the teacher's row of each row (`teacher_rows`). The rows are then projected
 in the order of the teacher's, so that a chunk needs a slice of the teacher's rows, and projects each once.
@@ -31,7 +31,7 @@ class TeacherRows(NamedTuple):
             return 1.0
         sizes = [min(self.piece, rows - at) for at in range(0, rows, self.piece)]
         counts = [last + 1 - first for first, last in zip(self.first, self.last, strict=True)]
-        if len(sizes) > 1:  # a short last piece is never a chunk of its own
+        if len(sizes) > 1:  # a short last piece is part of a longer chunk
             size, count = sizes.pop(), counts.pop()
             sizes[-1] += size
             counts[-1] += count
@@ -53,14 +53,14 @@ class Ordered(NamedTuple):
         rows = torch.where(supervised, rows, count)
         order = rows.argsort(stable=True)
         rows = rows[order]
-        known = rows < count
-        starts = torch.cat((known[:1], (rows[1:] != rows[:-1]) & known[1:]))
+        supervised_rows = rows < count
+        starts = torch.cat((supervised_rows[:1], (rows[1:] != rows[:-1]) & supervised_rows[1:]))
         return cls(order, rows, starts, starts.cumsum(0) - 1, piece)
 
     @property
     def numbers(self) -> Tensor:
-        """What the host must read: the ranks of the first row of each piece, those of the last row of each
-        whole piece, and the number of the teacher's rows."""
+        """Numbers for the host to read: the rank of the first row of each piece, the rank of the last row of
+        each whole piece, and the number of the teacher's rows."""
         return torch.cat(
             (self.ranks[:: self.piece], self.ranks[self.piece - 1 :: self.piece], self.starts.sum()[None])
         )

@@ -30,9 +30,9 @@ class Term(NamedTuple):
         over: the divisor of the sum. "tokens", "sequences", "pairs" or "chosen_tokens" (tokens of the first
             half of the sequences): the number of these in the call. None: 1. In a metric also a tensor of
             weights in the shape of `values`, such as a mask: the sum of the weights over the call.
-        of: what each value belongs to, in a loss whose scope is not "token": "tokens", "sequences" or
-            "pairs". None: `over` if that is "sequences" or "pairs", else "tokens"; with a warning if the
-            shape of the values contradicts that.
+        of: the unit of each value, in a loss whose scope is not "token": "tokens", "sequences" or "pairs".
+            None: `over` if `over` is "sequences" or "pairs", else "tokens"; with a warning if the shape of
+            the values contradicts this unit.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class Term(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What each value belongs to: "tokens", "sequences" or "pairs"."""
+        """The unit of each value: "tokens", "sequences" or "pairs"."""
         if self.of is not None:
             return self.of
         return self.over if isinstance(self.over, str) and self.over in GROUPS else "tokens"
@@ -91,11 +91,11 @@ def reduced(
         ValueError: the call has `num_items`, and no term has the unit that it counts.
     """
     _check_num_items(terms, factors)
-    first, *others = [
+    first, *remaining = [
         sequences.sum_unless_whole(term.values.sum() * factors.loss[term.over], term.over)
         for term in terms.values()
     ]
-    return sum(others, first)
+    return sum(remaining, first)
 
 
 def _check_num_items(terms: Mapping[str, Term], factors: UnitFactors) -> None:
@@ -130,9 +130,9 @@ class _Table:
         if len(kinds) > 1:
             return torch.stack([self.take_one(x) for x in values])
         (kind,) = kinds
-        found, start = self._sums[kind], self._taken[kind]
+        sums, start = self._sums[kind], self._taken[kind]
         self._taken[kind] += len(values)
-        return found if found.shape[0] == len(values) else found[start : start + len(values)]
+        return sums if sums.shape[0] == len(values) else sums[start : start + len(values)]
 
     def take_one(self, value: Tensor) -> Tensor:
         """() the sum of the next value."""
@@ -146,18 +146,18 @@ def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[T
     names: dict[str | None, list[str]] = {}
     for name, term in metrics.items():
         names.setdefault(OWN if isinstance(term.over, Tensor) else term.over, []).append(name)
-    found = {}
+    tensors = {}
     for unit, chosen in names.items():
-        found[unit, *chosen] = [metrics[name].values for name in chosen]
+        tensors[unit, *chosen] = [metrics[name].values for name in chosen]
         if unit == OWN:
-            found[unit, *chosen] += [metrics[name].over for name in chosen]
-    return found
+            tensors[unit, *chosen] += [metrics[name].over for name in chosen]
+    return tensors
 
 
 def metric_sums(metrics: Mapping[str, Term]) -> Sums:
     """The sums of a slice's metrics, in plain PyTorch: for compiled functions, which cannot launch our
     kernels and must not specialize on a shape."""
-    found = {}
+    sums = {}
     for (unit, *names), values in _by_unit(metrics).items():
         first = values[0].detach()
         if len(values) == 1:
@@ -166,8 +166,8 @@ def metric_sums(metrics: Mapping[str, Term]) -> Sums:
             total = torch.stack([x.detach() for x in values]).sum(1)
         else:
             total = torch.stack([x.detach().sum() for x in values])
-        found[unit, *names] = total.view(2, -1) if unit == OWN else total
-    return found
+        sums[unit, *names] = total.view(2, -1) if unit == OWN else total
+    return sums
 
 
 def reported(
@@ -179,15 +179,15 @@ def reported(
     units = _by_unit(metrics)
     losses = [term.values for term in terms.values()]
     table = _Table([*(x for values in units.values() for x in values), *losses])
-    found = {
+    sums = {
         key: table.take(values).view(2, -1) if key[0] == OWN else table.take(values)
         for key, values in units.items()
     }
-    first, *others = [
+    first, *remaining = [
         sequences.sum_unless_whole(table.take_one(term.values) * factors.loss[term.over], term.over)
         for term in terms.values()
     ]
-    return sum(others, first), found
+    return sum(remaining, first), sums
 
 
 def differentiated(
@@ -216,19 +216,19 @@ def means(
     shares: Sequence[Sums], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> dict[str, Tensor]:
     """The metrics of a call, from the sums of its slices; 0 where the divisor is 0."""
-    found = {}
+    metrics = {}
     for unit, *names in shares[0] if shares else ():
         # With the unit OWN, sums of values and of weights are both summed over the ranks. For values of whole
         # sequences, which all ranks have, that multiplies both by the number of ranks.
-        first, *others = [share[unit, *names] for share in shares]
-        total = sequences.sum_unless_whole(sum(others, first), unit)
+        first, *remaining = [share[unit, *names] for share in shares]
+        total = sequences.sum_unless_whole(sum(remaining, first), unit)
         if unit == OWN:
             total, weights = total
             total = total / torch.where(weights == 0, 1.0, weights)
         elif isinstance(factors[unit], Tensor) or factors[unit] != 1.0:
             total = total * factors[unit]
-        found |= zip(names, total.unbind(), strict=True)
-    return found
+        metrics |= zip(names, total.unbind(), strict=True)
+    return metrics
 
 
 def unreduced(terms: Mapping[str, Term]) -> Tensor:
@@ -249,21 +249,21 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
 _CHECKED = Remembered()
 
 
-def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
+def evaluate_terms(loss: "LossSpec", logits_or_stats: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
     """`loss.terms` on the logits of a slice, or on its statistics by name; 0 in unsupervised rows.
 
     Shapes of the terms are checked until a slice has passed in which every wrong shape would show.
     """
-    if not isinstance(seen, Tensor):
+    if not isinstance(logits_or_stats, Tensor):
         stats = TokenStats()
         declared = (*ALWAYS_THERE, *loss.differentiates, *loss.observes)
-        for name, x in seen.items():
+        for name, x in logits_or_stats.items():
             # Some kernels compute several statistics together; pass on those that the loss declares.
             if name in declared:
                 setattr(stats, name, x)
-        seen = stats
+        logits_or_stats = stats
     try:
-        result = loss.terms(seen, batch)
+        result = loss.terms(logits_or_stats, batch)
     except Exception as error:
         if batch.absent:
             error.add_note(

@@ -15,18 +15,18 @@ from logitless.parallel.vocabulary import Shards
 
 
 def unreduced_loss(
-    given: HeadCall, shape: torch.Size
+    call: HeadCall, shape: torch.Size
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
     """(values of the loss, one per unit; metrics; per-token statistics that the options ask for; plan)."""
-    loss = given.loss
-    outcome = run_calls([given], Mode.PER_TOKEN)
+    loss = call.loss
+    outcome = run_calls([call], Mode.PER_TOKEN)
     statistics = dict(outcome.statistics)
     if "values" in statistics:
         # A loss of logits: its values were computed chunk by chunk.
         values = statistics.pop("values").view(shape)
         metrics = torch.stack(list(statistics.values())) if statistics else values.new_zeros(0)
         return values, metrics, {}, outcome.plan
-    batch = _whole_batch(given)
+    batch = _whole_batch(call)
     dtype = statistics["lse"].dtype
     terms, metrics = evaluate_terms(loss, statistics, batch)
     values = unreduced(terms)
@@ -35,12 +35,12 @@ def unreduced_loss(
     chosen = 0
     if batch.segments is not None:
         chosen = (batch.supervised & batch.is_chosen).sum()
-    tokens = loss.sequences.counts(given.targets.device, supervised, chosen)
-    factors = metric_factors(unit_counts(*tokens, given.sequence_count), dtype)
-    found = means([metric_sums(metrics)], factors, loss.sequences)
-    found = [found[name].to(dtype) for name in loss.metric_names]
-    stacked = torch.stack(found) if found else values.new_zeros(0)
-    per_token = values.shape == given.targets.shape and not batch.is_of_groups(first)
+    tokens = loss.sequences.counts(call.targets.device, supervised, chosen)
+    factors = metric_factors(unit_counts(*tokens, call.sequence_count), dtype)
+    named_metrics = means([metric_sums(metrics)], factors, loss.sequences)
+    named_metrics = [named_metrics[name].to(dtype) for name in loss.metric_names]
+    stacked = torch.stack(named_metrics) if named_metrics else values.new_zeros(0)
+    per_token = values.shape == call.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
     names = ()
     if loss.return_logps:
@@ -50,22 +50,22 @@ def unreduced_loss(
     return values, stacked, {name: statistics[name].detach() for name in names}, outcome.plan
 
 
-def _whole_batch(given: HeadCall) -> Batch:
+def _whole_batch(call: HeadCall) -> Batch:
     """A batch of all tokens, in call order."""
-    loss = given.loss
-    targets = given.targets
-    count = given.sequence_count
+    loss = call.loss
+    targets = call.targets
+    count = call.sequence_count
     segments = None
     if looks_at_sequences(loss):
         N = targets.shape[0]
-        if given.cu_seqlens is None:
+        if call.cu_seqlens is None:
             lengths = targets.new_full((count,), N // max(1, count))
         else:
-            lengths = given.cu_seqlens.diff()
+            lengths = call.cu_seqlens.diff()
         segments = Segments(lengths, N, count, 1)
-    V = given.weight.shape[0]
+    V = call.weight.shape[0]
     if loss.tp_group is not None:
-        code = Shards.code(given.weight, fp32_logits=False)
+        code = Shards.code(call.weight, fp32_logits=False)
         V = Shards.gathered(code, loss.tp_group, targets.device).V
-    inputs = {name: x for name, x in given.inputs.items() if loss.roles[name] is not Role.FEATURES}
+    inputs = {name: x for name, x in call.inputs.items() if loss.roles[name] is not Role.FEATURES}
     return Batch(targets, V, inputs, segments, ignore_index=loss.ignore_index, sequences=loss.sequences)

@@ -59,11 +59,11 @@ class CachedLaunch:
     def _launch(self, grid: tuple[int, ...], *operands, **constants) -> None:
         device = torch.cuda.current_device()
         key = (device, *specialization_key(operands), *constants, *constants.values())
-        found = self._compiled.get(key)
-        if found is None:
+        cached = self._compiled.get(key)
+        if cached is None:
             self._compiled[key] = self._compile(grid, operands, constants)
             return
-        compiled, rest = found
+        compiled, rest = cached
         hooks = knobs.runtime
         if has_hooks(hooks.launch_enter_hook) or has_hooks(hooks.launch_exit_hook):
             compiled[(*grid, 1, 1)[:3]](*operands, *rest)

@@ -13,16 +13,16 @@ from logitless.parallel.agreement import exchanged, expect_alike, expect_differe
 GROUPS = ("tp_group", "cp_group")
 
 
-def check_agreement(loss, tensors: dict[str, Tensor | None], given: Iterable[str]) -> None:
+def check_agreement(loss, tensors: dict[str, Tensor | None], names: Iterable[str]) -> None:
     """Raise on every rank unless the ranks of a call pass equal options and different shards or slices.
 
     Args:
         loss: the loss, with process groups as its groups.
         tensors: hidden, weight, targets and bias of the call, by name.
-        given: names of the other arguments of the call that are not None.
+        names: names of the other arguments of the call that are not None.
     """
     hidden, weight = tensors["hidden"], tensors["weight"]
-    facts = {"loss": type(loss).__name__, "inputs": sorted(given), "autograd": torch.is_grad_enabled()}
+    facts = {"loss": type(loss).__name__, "inputs": sorted(names), "autograd": torch.is_grad_enabled()}
     facts |= {
         field.name: repr(getattr(loss, field.name)) for field in fields(loss) if field.name not in GROUPS
     }
@@ -34,21 +34,21 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], given: Iterable[str
     facts["hidden's last dimension"] = hidden.shape[-1]
     if loss.tp_group is not None:
         whole = {"targets' shape": list(tensors["targets"].shape), "targets' sum": _sum(tensors["targets"])}
-        found = exchanged("tp_group", loss.tp_group, facts | whole | {"own": _shard(weight)})
-        own = {rank: other.pop("own") for rank, other in found.items()}
-        expect_alike("tp_group", found)
+        reports = exchanged("tp_group", loss.tp_group, facts | whole | {"own": _shard(weight)})
+        parts = {rank: report.pop("own") for rank, report in reports.items()}
+        expect_alike("tp_group", reports)
         remedy = "pass this rank's rows of the head"
         expect_different(
-            "tp_group", "weight", {rank: shard["numbers"] for rank, shard in own.items()}, remedy
+            "tp_group", "weight", {rank: shard["numbers"] for rank, shard in parts.items()}, remedy
         )
-        _expect_in_order(own)
+        _expect_in_order(parts)
     if loss.cp_group is not None:
         # All ranks have the same sequences, and different tokens of them.
         sequences = {"sequences": hidden.shape[0]} if hidden.dim() > 2 else {}
-        found = exchanged("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
-        own = {rank: other.pop("own") for rank, other in found.items()}
-        expect_alike("cp_group", found)
-        expect_different("cp_group", "hidden", own, "pass this rank's slice of the sequences")
+        reports = exchanged("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
+        parts = {rank: report.pop("own") for rank, report in reports.items()}
+        expect_alike("cp_group", reports)
+        expect_different("cp_group", "hidden", parts, "pass this rank's slice of the sequences")
 
 
 def _sum(x: Tensor) -> int:

@@ -42,14 +42,14 @@ def check_class(cls: type, base: type) -> None:
         )
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
-            own = [
+            undecorated = [
                 name for name, kind in inspect.get_annotations(parent).items() if not _is_class_variable(kind)
             ]
-            if own:
+            if undecorated:
                 raise type_error(
                     parent.__name__,
                     "the decorator @dataclass(frozen=True, kw_only=True)",
-                    f"fields {own} without it",
+                    f"fields {undecorated} without it",
                     "decorate the class",
                 )
     _CHECKED.add(cls)
@@ -61,17 +61,19 @@ def check_statistics(cls: type, differentiates: object, observes: object) -> Non
     Checked when the class is defined; if these are properties, when the loss is constructed.
     """
     objective = cls.objective
-    for field, given, known, which in (
+    for field, declared, allowed, which in (
         ("differentiates", differentiates, objective.differentiable, "a gradient"),
         ("observes", observes, objective.statistics, "them"),
     ):
-        if isinstance(given, property):
+        if isinstance(declared, property):
             continue
-        if not isinstance(given, (tuple, list)):
-            raise type_error(field, f"a tuple of names in {cls.__name__}", repr(given), f"write ({given!r},)")
-        for name in given:
-            if name not in known:
-                expected = f"any of {', '.join(known) or 'none'} in {cls.__name__}, which have {which}"
+        if not isinstance(declared, (tuple, list)):
+            raise type_error(
+                field, f"a tuple of names in {cls.__name__}", repr(declared), f"write ({declared!r},)"
+            )
+        for name in declared:
+            if name not in allowed:
+                expected = f"any of {', '.join(allowed) or 'none'} in {cls.__name__}, which have {which}"
                 remedy = "leave it out"
                 if field == "differentiates" and name in objective.statistics:
                     remedy = "put it into observes and take it as a constant, or write a LogitsLoss"
@@ -101,14 +103,14 @@ class NumericField(NamedTuple):
 
 def numeric_fields(cls: type) -> Mapping[str, NumericField]:
     """The numeric fields of a loss class by name, from its annotations and those of its bases."""
-    found: dict[str, NumericField] = {}
+    numeric: dict[str, NumericField] = {}
     for parent in reversed(cls.__mro__):
         for name, annotation in inspect.get_annotations(parent).items():
-            found.pop(name, None)
+            numeric.pop(name, None)
             field = _numeric_field(_resolved(annotation, parent))
             if field is not None:
-                found[name] = field
-    return found
+                numeric[name] = field
+    return numeric
 
 
 def _resolved(annotation: object, owner: type) -> object:
@@ -126,14 +128,14 @@ def _numeric_field(annotation: object) -> NumericField | None:
     union = get_origin(annotation) in (Union, UnionType)
     numbers = set()
     several = False
-    others = []
+    literals = []
     for option in get_args(annotation) if union else (annotation,):
         if option in (int, float):
             numbers.add(option)
         elif option is NoneType:
-            others.append(None)
+            literals.append(None)
         elif get_origin(option) is Literal:
-            others.extend(get_args(option))
+            literals.extend(get_args(option))
         elif get_origin(option) in (Sequence, tuple, list):
             several = True
             numbers.update(get_args(option))
@@ -142,14 +144,14 @@ def _numeric_field(annotation: object) -> NumericField | None:
     numbers.discard(Ellipsis)
     if not numbers or not numbers <= {int, float}:
         return None
-    return NumericField(numbers == {int}, several, tuple(others))
+    return NumericField(numbers == {int}, several, tuple(literals))
 
 
 def check_numbers(loss) -> None:
     """Raise unless numeric fields hold finite numbers, not strings or bools."""
     for name, field in loss.numeric.items():
         value = getattr(loss, name)
-        if any(value is other or value == other for other in field.others):
+        if any(value is literal or value == literal for literal in field.others):
             continue
         if field.several and not isinstance(value, tuple):
             raise TypeError(f"{name}: expected {field.expected}, got {value!r}; pass a tuple of numbers.")

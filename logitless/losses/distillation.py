@@ -160,10 +160,12 @@ class DistillationLoss(LogitsLoss):
         entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=MIN_LOGPROB)).sum(-1))
         return self._mixed(soft, hard, entropy, top1, (best == argmax_id).to(soft.dtype))
 
-    def _mixed(self, soft: Tensor, hard: Tensor, *others: Tensor) -> tuple[dict[str, Term], dict[str, Term]]:
+    def _mixed(
+        self, soft: Tensor, hard: Tensor, *statistics: Tensor
+    ) -> tuple[dict[str, Term], dict[str, Term]]:
         weight = self.hard_loss_weight
         loss = weight * hard + (1 - weight) * soft if weight else soft
-        metrics = zip(self.metric_names, (soft, hard, *others), strict=True)
+        metrics = zip(self.metric_names, (soft, hard, *statistics), strict=True)
         return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
 
     def has_kernel(
@@ -192,13 +194,13 @@ class DistillationLoss(LogitsLoss):
         rows = (logits, batch.teacher_logits)
         labels = batch.labels
         if not batch.vocabulary.sharded:
-            found = kernels.fused_divergence(*rows, labels, factors, **options)
-            return self._mixed(*found[: len(self.metric_names)])
+            stats = kernels.fused_divergence(*rows, labels, factors, **options)
+            return self._mixed(*stats[: len(self.metric_names)])
         # -1 without labels, and for a label outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
-        found = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
-        return self._mixed(*found[: len(self.metric_names)])
+        stats = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
+        return self._mixed(*stats[: len(self.metric_names)])
 
     def __call__(
         self,
@@ -308,7 +310,7 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
-    others = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
-    rest = log_of_others(teacher, values.dtype)
-    rest = torch.where(covered.all(-1, keepdim=True), MIN_LOGPROB, rest)
-    return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)
+    student_rest = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
+    teacher_rest = log_of_others(teacher, values.dtype)
+    teacher_rest = torch.where(covered.all(-1, keepdim=True), MIN_LOGPROB, teacher_rest)
+    return torch.cat((picked, student_rest), -1), torch.cat((teacher, teacher_rest), -1).log_softmax(-1)

@@ -26,17 +26,19 @@ DIVERGENCES: Mapping[str, Callable[[DivergenceOptions, Tensor, Tensor], Tensor]]
 }
 
 
-def log_of_others(teacher: Tensor, given: torch.dtype) -> Tensor:
+def log_of_others(teacher: Tensor, call_dtype: torch.dtype) -> Tensor:
     """(n, 1) log of the probability 1 - sum exp(teacher) of all ids that are not among a teacher's k.
 
-    It is at least eps, as rounding may bring the sum to 1 and above: that of fp32, in which narrower
-    log-probabilities are summed, or of fp64 if they are given and summed in it. bf16's own eps would be
-    2^-7, but log-probabilities near 0 have small absolute errors in any dtype: that of a token with
-    probability 0.9999 says in bf16 too that the others have 1e-4.
+    The probability is clamped to at least eps, because rounding may bring the sum to 1 and above. eps is that
+    of fp64 if the log-probabilities are fp64; otherwise that of fp32, the dtype of the sum. The eps of bf16,
+    2^-7, would be too large: log-probabilities near 0 have small absolute errors in any dtype. In bf16 too,
+    the log-probability of a token with probability 0.9999 leaves a probability of 1e-4 for all other ids.
 
     Args:
         teacher: (n, k) log-probabilities in the dtype of the student's.
-        given: their dtype in the call.
+        call_dtype: the dtype in which the call passed them.
     """
-    eps = max(torch.finfo(dtype).eps for dtype in (torch.promote_types(given, torch.float32), teacher.dtype))
+    eps = max(
+        torch.finfo(dtype).eps for dtype in (torch.promote_types(call_dtype, torch.float32), teacher.dtype)
+    )
     return torch.log(-torch.expm1(teacher.logsumexp(-1, keepdim=True).clamp(max=-eps)))

@@ -175,12 +175,12 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         return self.solve(hidden, weight, targets, arguments, {"position_ids": position_ids})
 
     def prepare(self, call: CallArguments) -> None:
-        given = call.inputs["position_ids"] is not None
+        has_positions = call.inputs["position_ids"] is not None
         needed = self.cp_group is not None and self.ld_alpha is not None
-        if needed and not given:
+        if needed and not has_positions:
             expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
             raise value_error("position_ids", expected, None, "slice them too")
-        if given and not needed:
+        if has_positions and not needed:
             remedy = "positions follow from the targets"
             raise value_error("position_ids", "None here", "a tensor", remedy)
         super().prepare(call)
@@ -204,11 +204,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         pairs = self.pairs(stats, batch)
         weighted = list(zip(self.loss_type, self.loss_weights, strict=True))
-        seen = {False: pairs, True: pairs.averaged()}
+        pairs_by_average = {False: pairs, True: pairs.averaged()}
         averages = {name: name in AVERAGED for name in self.loss_type}
         averages = averages if self.average_logps is None else dict.fromkeys(averages, self.average_logps)
         values = [
-            weight * DPO_LOSSES[name](self, seen[averages[name]])
+            weight * DPO_LOSSES[name](self, pairs_by_average[averages[name]])
             for name, weight in weighted
             if name != "sft"
         ]

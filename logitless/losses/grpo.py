@@ -200,9 +200,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             ratio = bounded_exp(log_ratio)
         phi = self.phi(log_ratio.detach(), batch) if self.loss_type == "vespo" else None
         values, flags = SURROGATES[self.loss_type](self, ratio, advantages, logps, phi)
-        kept = self.kept(stats.entropy.detach(), batch)
-        if kept is not None:
-            values = values * kept
+        selected = self.kept(stats.entropy.detach(), batch)
+        if selected is not None:
+            values = values * selected
         if self.off_policy_mask_threshold is not None:
             sampling = batch.old_logps if batch.sampling_logps is None else batch.sampling_logps
             drift = batch.sum_by_sequence((sampling - detached).nan_to_num(nan=0.0))
@@ -220,7 +220,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             metrics["kl"] = Term(kl)
         if batch.unit_weights is not None:
             values = values * batch.unit_weights
-        return self.with_bonus(values, stats.entropy, kept, batch), metrics
+        return self.with_bonus(values, stats.entropy, selected, batch), metrics
 
     def phi(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         """(n,) VESPO's weights, from the product of the ratios of each sequence; without gradient."""
@@ -239,12 +239,12 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         Autograd would add (kl - expm1(d)) * ratio, two numbers of the size of exp(d) whose difference is d.
         """
         plain = (kl * ratio).clamp(max=math.exp(LARGEST))
-        own = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
+        exact = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
         if self.by_sequence:
-            own = own & batch.spread(batch.lengths == 1)
-        slope = torch.where(own, -(d * ratio).detach(), 0.0)
+            exact = exact & batch.spread(batch.lengths == 1)
+        slope = torch.where(exact, -(d * ratio).detach(), 0.0)
         # d rises by what logp falls: a difference of 0 with that derivative.
-        return torch.where(own, plain.detach() + slope * (d.detach() - d), plain)
+        return torch.where(exact, plain.detach() + slope * (d.detach() - d), plain)
 
     def flag(self, x: Tensor, batch: Batch) -> Term:
         """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
@@ -267,10 +267,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         return (counted >= torch.nanquantile(all_tokens, 1 - self.top_entropy_quantile)).to(entropy.dtype)
 
     def with_bonus(
-        self, values: Tensor, entropy: Tensor, kept: Tensor | None, batch: Batch
+        self, values: Tensor, entropy: Tensor, selected: Tensor | None, batch: Batch
     ) -> dict[str, Term]:
         """The terms of the loss: with reduction="none" one term, else the surrogate and the entropy bonus."""
-        entropy = entropy if kept is None else entropy * kept
+        entropy = entropy if selected is None else entropy * selected
         if self.reduction == "none":
             values = values - self.entropy_coef * entropy if self.entropy_coef else values
             values = batch.sum_by_sequence(values) if self.unit == "sequences" else values
@@ -280,7 +280,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             values, of = batch.sum_by_sequence(values), "sequences"  # as `context_parallel` demands
         terms = {"policy": Term(values, over=self.unit, of=of)}
         if self.entropy_coef:
-            weight = batch.entropy_weight if kept is None else 1 / batch.total(kept.sum()).clamp(min=1)
+            weight = (
+                batch.entropy_weight if selected is None else 1 / batch.total(selected.sum()).clamp(min=1)
+            )
             weight = 1.0 if self.reduction == "sum" else weight
             terms["entropy"] = Term(-self.entropy_coef * weight * entropy, over=None)
         return terms

@@ -62,8 +62,8 @@ def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple
         raise value_error(
             name, "a head without an adapter", "LoRA on it", "merge it, or train the head whole"
         )
-    loss, own = resolve_heads(loss, {"weight": head, "bias": bias})
-    return loss, own["weight"], own["bias"]
+    loss, resolved = resolve_heads(loss, {"weight": head, "bias": bias})
+    return loss, resolved["weight"], resolved["bias"]
 
 
 def _kept(function: Callable) -> Callable:
@@ -90,11 +90,11 @@ def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
     for option, value, without in (("softcap", softcap, None), ("logit_scale", logit_scale, 1.0)):
         name = f"{prefix}{option}"
         default = defaults.get(name, without)
-        own = getattr(loss, name, default)
-        if same_option(own, value):
+        current = getattr(loss, name, default)
+        if same_option(current, value):
             continue
-        if own != default:
-            raise value_error(name, f"the model's own {value}", own, "leave it out: the head brings it")
+        if current != default:
+            raise value_error(name, f"the model's own {value}", current, "leave it out: the head brings it")
         if name not in defaults:
             raise value_error(
                 f"{prefix}weight",

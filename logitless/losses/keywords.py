@@ -103,24 +103,24 @@ def call_keywords(cls: type) -> tuple[str, ...]:
     return tuple(sorted(names - set(cls.internal_inputs)))
 
 
-def check_options(given: Iterable[str], known: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
-    """Refuse names in `given` that are not in `known`; `arguments`: other arguments, for the remedy."""
-    unknown = [name for name in given if name not in known]
+def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
+    """Refuse names in `given` that are not in `allowed`; the remedy may also name one of `arguments`."""
+    unknown = [name for name in given if name not in allowed]
     if unknown:
         raise type_error(
             "options",
-            f"any of {', '.join(known)}",
+            f"any of {', '.join(allowed)}",
             ", ".join(unknown),
-            synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments)),
+            synonym(unknown[0], (*allowed, *arguments)) or meant(unknown[0], (*allowed, *arguments)),
         )
 
 
-def synonym(name: str, known: Iterable[str]) -> str:
+def synonym(name: str, allowed: Iterable[str]) -> str:
     """The remedy for another library's name of an argument; empty for other names."""
     if name not in SYNONYMS:
         return ""
-    argument, taken, other = SYNONYMS[name]
-    return taken if argument in known else other
+    argument, taken, refused = SYNONYMS[name]
+    return taken if argument in allowed else refused
 
 
 def meant(name: str, choices: Iterable[str]) -> str:

@@ -182,10 +182,10 @@ class KTOLoss(ReferencedLoss):
         """The mean log-ratio of the unrelated completions in `kl`: sums over tokens, mean over sequences."""
         hidden, ref_hidden = kl.get("kl_hidden"), kl.get("ref_hidden")
         if call.heads:  # LoRA on a head widens the hidden states
-            _, own = resolve_heads(self, {"hidden": hidden, "ref_hidden": ref_hidden, **call.heads})
-            hidden = own["hidden"]
+            _, resolved = resolve_heads(self, {"hidden": hidden, "ref_hidden": ref_hidden, **call.heads})
+            hidden = resolved["hidden"]
             if "ref_hidden" in kl:
-                ref_hidden = own["ref_hidden"]
+                ref_hidden = resolved["ref_hidden"]
         ref_weight, ref_bias = call.inputs.get("ref_weight"), call.inputs.get("ref_bias")
         if "ref_hidden" in kl and call.inputs.get("ref_hidden") is None:
             # The reference's head is that of the reference point alone.
@@ -214,9 +214,9 @@ class KTOLoss(ReferencedLoss):
     def _check_kl(self, kl: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
         """Check `kl`: (number of unrelated completions, their boundaries if packed)."""
         needed = {"kl_hidden", "kl_targets"}
-        known = needed | {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
+        allowed = needed | {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
         one_reference = ("ref_logps" in kl) != ("ref_hidden" in kl)
-        if not (needed <= set(kl) <= known and one_reference):
+        if not (needed <= set(kl) <= allowed and one_reference):
             raise value_error(
                 "kl",
                 "kl_hidden, kl_targets and one of ref_logps and ref_hidden",

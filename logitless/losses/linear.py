@@ -215,10 +215,10 @@ class LinearLoss(CheckedCall):
 
     def resolved(self, weight: Tensor | SplitHead) -> "LinearLoss":
         """The loss with `tp_group` and `cp_group` resolved to process groups."""
-        given = {
+        declared = {
             name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
         }
-        groups = {name: process_group(name, group, weight) for name, group in given.items()}
+        groups = {name: process_group(name, group, weight) for name, group in declared.items()}
         if len(set(groups.values())) != len(groups):
             raise value_error(
                 "cp_group",
@@ -227,7 +227,9 @@ class LinearLoss(CheckedCall):
                 "ranks differ in vocabulary or in tokens",
             )
         return (
-            self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
+            self
+            if all(groups[name] is group for name, group in declared.items())
+            else replace(self, **groups)
         )
 
     def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
@@ -323,18 +325,18 @@ class LinearLoss(CheckedCall):
             inputs: the arguments that the signature of the loss's `__call__` names.
         """
         call = self.bind(hidden, weight, targets, arguments, inputs)
-        given = call.head_call()
+        head_call = call.head_call()
         mode = Mode.SOLVED
         if call.accumulate_into is not None or call.accumulate_now or call.grad_scale != 1.0:
-            mode = main_gradient_mode(given, call)
+            mode = main_gradient_mode(head_call, call)
         loss = call.loss
         if loss.reduction == "none":
-            value, metrics, tokens, plan = unreduced_loss(given, call.targets.shape)
+            value, metrics, tokens, plan = unreduced_loss(head_call, call.targets.shape)
         else:
-            value, metrics, tokens, plan = run_calls([given], mode, call.accumulate_into, call.grad_scale)
+            value, metrics, tokens, plan = run_calls([head_call], mode, call.accumulate_into, call.grad_scale)
             metrics = metrics[0, 1:]
         if tokens:
-            tokens = aligned(tokens, given.targets, call.targets.shape, loss.ignore_index)
+            tokens = aligned(tokens, head_call.targets, call.targets.shape, loss.ignore_index)
         named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
         return loss.finish(LossOutput(value, named, plan, tokens), call)
 
@@ -349,19 +351,19 @@ class LinearLoss(CheckedCall):
         """The arguments of a call, checked and prepared: steps 1 and 2 of `solve`."""
         boundaries = {self.boundaries_argument: arguments.get("cu_seqlens")}
         mask = arguments.get("mask")
-        shared, others = {}, {}
+        shared, specific = {}, {}
         for name, x in arguments.items():
-            (shared if name in SHARED else others)[name] = x
-        self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
-        inputs = {**inputs, **others}
-        kept = inputs.pop("sampling_mask", None)
+            (shared if name in SHARED else specific)[name] = x
+        self.check_call(specific, hidden=hidden, targets=targets, mask=mask, **boundaries)
+        inputs = {**inputs, **specific}
+        sampling_mask = inputs.pop("sampling_mask", None)
         loss = self
         heads = {}
         if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
             bias = shared.pop("bias", None)
-            given = {"hidden": hidden, "weight": weight, "bias": bias, **inputs}
-            heads = {name: given[name] for name in HEADS if name in given}
-            loss, inputs = resolve_heads(self, given)
+            operands = {"hidden": hidden, "weight": weight, "bias": bias, **inputs}
+            heads = {name: operands[name] for name in HEADS if name in operands}
+            loss, inputs = resolve_heads(self, operands)
             hidden, weight, shared["bias"] = (inputs.pop(name) for name in ("hidden", "weight", "bias"))
         for name, x in inputs.items():
             if x is None or (isinstance(x, Tensor) and not x.is_meta):
@@ -377,13 +379,13 @@ class LinearLoss(CheckedCall):
             loss = loss.resolved(weight)
             if debugging():
                 tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": shared.get("bias")}
-                others = inputs | {name: arguments.get(name) for name in ("num_items", "accumulate_into")}
-                check_agreement(loss, tensors, [name for name, x in others.items() if x is not None])
+                passed = inputs | {name: arguments.get(name) for name in ("num_items", "accumulate_into")}
+                check_agreement(loss, tensors, [name for name, x in passed.items() if x is not None])
         call = CallArguments(loss, hidden, weight, targets, inputs, heads, **shared)
         if call.cu_seqlens is not None:
             call.cu_seqlens = checked_boundaries(call.cu_seqlens, hidden, loss.boundaries_argument)
-        if kept is not None:
-            call.kept = self.aligned_mask(kept, call)
+        if sampling_mask is not None:
+            call.kept = self.aligned_mask(sampling_mask, call)
         loss.prepare(call)
         return call
 
@@ -406,7 +408,7 @@ class LinearLoss(CheckedCall):
         return out
 
 
-def main_gradient_mode(given: HeadCall, call: CallArguments) -> Mode:
+def main_gradient_mode(head_call: HeadCall, call: CallArguments) -> Mode:
     """The mode of a call with arguments of a main gradient, which are checked."""
     if call.accumulate_into is None:
         if call.accumulate_now:
@@ -414,7 +416,7 @@ def main_gradient_mode(given: HeadCall, call: CallArguments) -> Mode:
             raise value_error("accumulate_now", "False without accumulate_into", True, remedy)
         expected = "1.0 without accumulate_into"
         raise value_error("grad_scale", expected, call.grad_scale, "scale the loss itself")
-    check_main_gradient(given, call.weight, call.accumulate_into, call.grad_scale)
+    check_main_gradient(head_call, call.weight, call.accumulate_into, call.grad_scale)
     if not call.accumulate_now:
         return Mode.ACCUMULATE_IN_BACKWARD
     check_now(call.grad_scale)

@@ -79,8 +79,8 @@ class TokenStatistics(TokenLoss):
         sampling_mask: SamplingMask | AlignedMask | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
-        given = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
-        call = self.bind(hidden, weight, targets, given, {"sampling_mask": sampling_mask})
+        arguments = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
+        call = self.bind(hidden, weight, targets, arguments, {"sampling_mask": sampling_mask})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.statistics.items()}, outcome.plan
 
@@ -197,8 +197,8 @@ def linear_logprobs(
             )
         check_choice("entropy", entropy, (False, True, "metric"))
         loss = cached_loss(IdsStatistics, ignore_index=ignore_index, entropy=entropy, **head)
-        found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
+        stats, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
         loss = cached_loss(TokenStatistics, ignore_index=ignore_index, entropy=entropy, **head)
-        found, _ = loss.statistics(hidden, weight, targets, bias=bias, sampling_mask=sampling_mask, **order)
-    return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])
+        stats, _ = loss.statistics(hidden, weight, targets, bias=bias, sampling_mask=sampling_mask, **order)
+    return TokenLogprobs(stats["logps"], stats["entropy"] if entropy else None, stats["lse"])

@@ -93,12 +93,12 @@ class MedusaHeads(BlockHeads):
         return self.medusa_head[k][: self.num_layers]
 
     def block_tensors(self, k: int) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for layer in range(self.num_layers):
             block = self.medusa_head[k][layer]
             for name, x in (*block.named_parameters(), *block.named_buffers()):
-                found[f"{layer}.{name}"] = x
-        return found
+                tensors[f"{layer}.{name}"] = x
+        return tensors
 
     def projection(self, k: int) -> Tensor | None:
         """(V, H), or None where the base model's head is used."""
@@ -172,9 +172,9 @@ class MedusaLoss(MultiHeadLoss):
     ) -> LossOutput:
         if is_head(base_weight):
             loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
-            own = {"cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
-            own |= {"base_weight": base_weight, "base_bias": base_bias}
-            return MedusaLoss.__call__(loss, hidden, heads, targets, **own)
+            arguments = {"cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
+            arguments |= {"base_weight": base_weight, "base_bias": base_bias}
+            return MedusaLoss.__call__(loss, hidden, heads, targets, **arguments)
         base = {"base_weight": base_weight, "base_bias": base_bias}
         self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
         if not isinstance(heads, MedusaHeads):
@@ -196,10 +196,10 @@ class MedusaLoss(MultiHeadLoss):
                 "leave it None for powers of decay",
             )
         needed = self.base_coefficient != 0 or heads.shared
-        given = base_weight is not None
-        if not given and needed:
+        has_base = base_weight is not None
+        if not has_base and needed:
             raise value_error("base_weight", "the base head (V, H)", None, "or set base_coefficient=0.0")
-        if given:
+        if has_base:
             if base_weight.shape[0] != heads.vocab_size:
                 raise value_error(
                     "base_weight",

@@ -126,9 +126,11 @@ class MultiHeadLoss(CrossEntropyLoss):
             weight, bias = part.weight, part.bias
             if loss.tp_group is not None or type(weight) not in PLAIN:
                 for name, x in (("weight", weight), ("bias", bias)):
-                    if not any(x is given for given, _ in local):
+                    if not any(x is original for original, _ in local):
                         local.append((x, local_parameter(name, x, loss.tp_group)))
-                weight, bias = (next(own for given, own in local if given is x) for x in (weight, bias))
+                weight, bias = (
+                    next(local_x for original, local_x in local if original is x) for x in (weight, bias)
+                )
             # With a DTensor and a plain tensor, one may be a whole head and the other a shard.
             rows = heads[0].weight.shape[0] if heads else weight.shape[0]
             if weight.shape[0] != rows:
@@ -141,14 +143,14 @@ class MultiHeadLoss(CrossEntropyLoss):
             if part.constant_head:
                 weight = weight.detach()
                 bias = None if bias is None else bias.detach()
-            given = prepare(
+            head_call = prepare(
                 loss, part.hidden, weight, labels, bias, {}, num_items=num_items, cu_seqlens=cu_seqlens
             )
             # Parts with the same hidden states share one flattened tensor, which gets one gradient.
-            known = [rows for hidden, rows in flat if hidden is part.hidden]
-            hidden = known[0] if known else given.hidden
+            flattened = [rows for hidden, rows in flat if hidden is part.hidden]
+            hidden = flattened[0] if flattened else head_call.hidden
             flat.append((part.hidden, hidden))
-            heads.append(replace(given, hidden=hidden, coefficient=part.coefficient, layers=part.layers))
+            heads.append(replace(head_call, hidden=hidden, coefficient=part.coefficient, layers=part.layers))
         value, metrics, _, plan = run_calls(heads, Mode.SOLVED)
         named = {}
         accuracy = 1 + self.metric_names.index("token_accuracy")

@@ -68,8 +68,14 @@ class MultiTokenLoss(MultiHeadLoss):
     ) -> LossOutput:
         if is_head(weight):
             loss, weight, bias = without_adapter(self, "weight", weight, bias)
-            own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
-            return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **own)
+            arguments = {
+                "bias": bias,
+                "cu_seqlens": cu_seqlens,
+                "num_items": num_items,
+                "mask": mask,
+                **unknown,
+            }
+            return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **arguments)
         self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
         if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
             raise type_error(

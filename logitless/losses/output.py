@@ -80,7 +80,9 @@ def aligned(
     ignore_index: int,
 ) -> dict[str, Tensor]:
     """Per-token statistics in the shape of the call's targets."""
-    found = dict(tokens)
-    if "predictions" in found:
-        found["predictions"] = found["predictions"].masked_fill(targets == ignore_index, ignore_index)
-    return {name: x.view(shape) for name, x in found.items()}
+    statistics = dict(tokens)
+    if "predictions" in statistics:
+        statistics["predictions"] = statistics["predictions"].masked_fill(
+            targets == ignore_index, ignore_index
+        )
+    return {name: x.view(shape) for name, x in statistics.items()}

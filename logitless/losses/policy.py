@@ -32,11 +32,11 @@ class PolicyLoss(TokenLoss):
 
     def prepare(self, call: CallArguments) -> None:
         super().prepare(call)
-        given = {name: x for name, x in call.inputs.items() if x is not None}
-        if "advantages" not in given:
+        inputs = {name: x for name, x in call.inputs.items() if x is not None}
+        if "advantages" not in inputs:
             raise type_error("advantages", "a tensor", None, "pass one per sequence or per token")
         layout = call.layout()
-        call.inputs = self.laid_out(layout, **given)
+        call.inputs = self.laid_out(layout, **inputs)
         # The layout has shifted the targets and the inputs per token.
         call.targets = layout.targets
         call.shift = False

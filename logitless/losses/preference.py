@@ -111,14 +111,14 @@ class ReferencedLoss(ComparedLoss):
     internal_inputs: ClassVar = ("ref_sequence_logps",)
 
     def prepare(self, call: CallArguments) -> None:
-        given = call.inputs.get("ref_logps")
+        ref_input = call.inputs.get("ref_logps")
         super().prepare(call)
-        if given is None:
+        if ref_input is None:
             return
         sequences = (call.targets if call.cu_seqlens is None else call.cu_seqlens[1:]).shape[0]
         # Flat tokens without sequences are refused later.
-        known = call.cu_seqlens is not None or call.targets.dim() > 1
-        per_token, ref_logps = self.read_ref_logps(given, call.targets, sequences if known else 1)
+        has_sequences = call.cu_seqlens is not None or call.targets.dim() > 1
+        per_token, ref_logps = self.read_ref_logps(ref_input, call.targets, sequences if has_sequences else 1)
         del call.inputs["ref_logps"]
         call.inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
 
@@ -129,12 +129,12 @@ class ReferencedLoss(ComparedLoss):
         name = "ref_logps"
         if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):
             return False, ref_logps.reshape(-1)
-        found = per_token_shape(ref_logps, targets)
-        if found.shape != targets.shape:
+        token_logps = per_token_shape(ref_logps, targets)
+        if token_logps.shape != targets.shape:
             expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
             remedy = "give each sequence or token its own"
             raise value_error(name, expected, tuple(ref_logps.shape), remedy)
-        return True, found
+        return True, token_logps
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
         """(sequences,) log-probabilities under the reference; `weights` (n,) do not apply to given sums."""

@@ -107,10 +107,10 @@ class ComparedLoss(TokenLoss):
         options = head._asdict() | {name: getattr(self, name) for name in names}
         loss = cached_loss(DetachedStatistics, **options)
         with torch.no_grad():
-            found, _ = loss.statistics(
+            statistics, _ = loss.statistics(
                 hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=kept
             )
-        return found["logps"]
+        return statistics["logps"]
 
 
 def check_reference(

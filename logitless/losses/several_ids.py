@@ -76,8 +76,8 @@ class IdsStatistics(LinearLoss):
         arguments = {"bias": bias, "cu_seqlens": cu_seqlens}
         call = self.bind(hidden, weight, targets, arguments, {"ids": ids})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
-        found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.statistics.items()}
-        return found, outcome.plan
+        shaped = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.statistics.items()}
+        return shaped, outcome.plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +211,8 @@ def linear_topk(
     loss = cached_loss(TopkStatistics, k=k, unmasked=mask is None, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
-        found, _ = loss.statistics(hidden, weight, targets, bias)
-    return TopkLogprobs(found["logps"], found["ids"], found["entropy"], found["lse"])
+        stats, _ = loss.statistics(hidden, weight, targets, bias)
+    return TopkLogprobs(stats["logps"], stats["ids"], stats["entropy"], stats["lse"])
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:

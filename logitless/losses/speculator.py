@@ -206,9 +206,11 @@ class SpeculatorLoss(LogitsLoss):
     ) -> dict[str, Term]:
         """The metrics of all chains, from the values of the pairs that count."""
         counted = batch.counted.reshape(-1)
-        found = {"values": values, "acceptance": acceptance, "agreement": agreement}
-        found = {name: x.new_zeros(counted.shape).masked_scatter(counted, x) for name, x in found.items()}
-        metrics = chain_metrics(self, counted.to(values.dtype), **found)
+        pair_values = {"values": values, "acceptance": acceptance, "agreement": agreement}
+        pair_values = {
+            name: x.new_zeros(counted.shape).masked_scatter(counted, x) for name, x in pair_values.items()
+        }
+        metrics = chain_metrics(self, counted.to(values.dtype), **pair_values)
         return {name: Term(x, None) for name, x in zip(self.metric_names, metrics.unbind(), strict=True)}
 
     def __call__(
@@ -472,16 +474,16 @@ class Tokens(NamedTuple):
         problems = self.labels.new_zeros(2)
         if starts is None:
             positions = torch.arange(N, device=device)
-            known = torch.ones(N, dtype=torch.bool, device=device)
+            valid = torch.ones(N, dtype=torch.bool, device=device)
         else:
             at = starts.reshape(-1, starts.shape[-1]).long()
-            known = (at >= 0) & (at < self.length)
+            valid = (at >= 0) & (at < self.length)
             ordered = at.sort(1).values
             repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-            problems = torch.stack(((~known & (at != -1)).sum(), repeated.sum()))
+            problems = torch.stack(((~valid & (at != -1)).sum(), repeated.sum()))
             first = torch.arange(at.shape[0], device=device)[:, None] * self.length
-            positions = torch.where(known, at + first, 0).view(-1)
-            known = known.view(-1)
+            positions = torch.where(valid, at + first, 0).view(-1)
+            valid = valid.view(-1)
         if self.boundaries is None:
             ends = (positions // max(1, self.length) + 1) * self.length
             wrong = problems.new_zeros(())
@@ -490,7 +492,7 @@ class Tokens(NamedTuple):
             wrong = (bounds.diff() < 0).sum() + (bounds[0] != 0) + (bounds[-1] != N)
             ends = bounds[1:][sequence_numbers(bounds, positions)].clamp(max=N)
         predicted = torch.stack([positions + (loss.offset + k + 1) for k in steps])
-        inside = known & (predicted < ends)
+        inside = valid & (predicted < ends)
         predicted = torch.where(inside, predicted, 0)
         labels = torch.where(inside, self.labels[predicted], loss.ignore_index)
         counted = inside & (labels != loss.ignore_index)

@@ -39,7 +39,7 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
     number = next(_CALLS[place])
     rank = dist.get_rank()
     store.set(f"{place}/{number}/{rank}", json.dumps(facts))
-    found = {}
+    reports = {}
     for member in members:
         key = f"{place}/{number}/{member}"
         try:
@@ -48,17 +48,17 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
             expected = f"call number {number + 1} from all ranks {members} of {name}"
             got = f"none from rank {member} within {PATIENCE:.0f} s"
             raise value_error(name, expected, got, REMEDY) from None
-        found[member] = json.loads(store.get(key))
+        reports[member] = json.loads(store.get(key))
     if number > 1:  # all ranks that made call n - 1 have read the facts of call n - 2
         store.delete_key(f"{place}/{number - 2}/{rank}")
-    return found
+    return reports
 
 
-def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
+def expect_alike(name: str, reports: Mapping[int, Mapping[str, object]]) -> None:
     """Raise unless the facts of all ranks are equal."""
-    first = next(iter(found.values()))
-    for fact in dict.fromkeys(itertools.chain(*found.values())):
-        values = {rank: facts.get(fact) for rank, facts in found.items()}
+    first = next(iter(reports.values()))
+    for fact in dict.fromkeys(itertools.chain(*reports.values())):
+        values = {rank: facts.get(fact) for rank, facts in reports.items()}
         alike = all(value == first.get(fact) for value in values.values())
         if not alike:
             got = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
@@ -67,10 +67,10 @@ def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
     """Raise if two ranks have the same part of a tensor; a part of None is not compared."""
-    known: dict = {}
+    rank_of_part: dict = {}
     for rank, part in parts.items():
-        got = f"the same numbers on ranks {known.get(str(part))} and {rank}"
-        fresh = part is None or str(part) not in known
+        got = f"the same numbers on ranks {rank_of_part.get(str(part))} and {rank}"
+        fresh = part is None or str(part) not in rank_of_part
         if not fresh:
             raise value_error(fact, f"another part on every rank of {name}", got, remedy)
-        known[str(part)] = rank
+        rank_of_part[str(part)] = rank

@@ -54,15 +54,15 @@ class GroupShared(torch.autograd.Function):
 def gather(x: Tensor, group) -> Tensor:
     """All-gather: (...) on each rank -> (ranks, ...)."""
     if x.device.type == "cuda":
-        found = x.new_empty(group.size(), *x.shape)
-        dist.all_gather_into_tensor(found.view(-1), x.reshape(-1), group=group)
-        return found
+        gathered = x.new_empty(group.size(), *x.shape)
+        dist.all_gather_into_tensor(gathered.view(-1), x.reshape(-1), group=group)
+        return gathered
     # Other devices: all-reduce of a tensor that is 0 except in this rank's row. gloo's all_gather copies
     # tensors in a thread without the dispatch mode of the caller, which fails in torch 2.11.
-    found = x.new_zeros(group.size(), *x.shape)
-    found[group.rank()] = x
-    dist.all_reduce(found, group=group)
-    return found
+    gathered = x.new_zeros(group.size(), *x.shape)
+    gathered[group.rank()] = x
+    dist.all_reduce(gathered, group=group)
+    return gathered
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     parameters = {id(parameter) for parameter in _parameters_of(x)}
-    found = []
+    parameter_groups = []
     for reference in list(_module_state_mapping.values()):
         state = reference()
         if not isinstance(state, FSDPState):
@@ -83,9 +83,11 @@ def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
         several = hasattr(state, "_fsdp_param_groups")
         groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
         for group in groups:
-            if group is not None and any(id(own.sharded_param) in parameters for own in group.fsdp_params):
-                found.append(group)
-    return found
+            if group is not None and any(
+                id(param.sharded_param) in parameters for param in group.fsdp_params
+            ):
+                parameter_groups.append(group)
+    return parameter_groups
 
 
 def _parameters_of(x: Tensor) -> Iterator[Tensor]:

@@ -73,8 +73,8 @@ def sharded_like(x: Tensor, other: "DTensor") -> "DTensor":
 
     mesh = other.device_mesh[TENSOR_PARALLEL]
     each = -(-x.shape[0] // mesh.size())
-    own = x[each * mesh.get_local_rank() : each * (mesh.get_local_rank() + 1)]
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+    local = x[each * mesh.get_local_rank() : each * (mesh.get_local_rank() + 1)]
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
 
 
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
@@ -100,9 +100,9 @@ def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
     of this rank's rows. Then the comparison has the same outcome on all ranks.
     """
     kinds = ["a DTensor" if is_dtensor(each) else "a plain tensor" for each in (x, weight)]
-    found, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))
-    if found != expected:
-        raise value_error(name, f"{expected} with tp_group", found, "shard both heads alike")
+    got, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))
+    if got != expected:
+        raise value_error(name, f"{expected} with tp_group", got, "shard both heads alike")
 
 
 def whole(x: Tensor) -> Tensor:

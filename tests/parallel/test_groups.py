@@ -1,4 +1,7 @@
-"""What needs no process group: names of groups that are refused, and parameters that are no DTensor."""
+"""What needs no process group: names of groups that are refused, parameters that are no DTensor, and the
+equality of sequences."""
+
+import pickle
 
 import pytest
 import torch
@@ -6,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from logitless.parallel.groups import is_dtensor, local_parameter, process_group
+from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
 
 def test_a_plain_parameter_is_multiplied_with_as_it_is():
@@ -49,3 +53,13 @@ def test_groups_that_are_none(name):
     message = rf"^{name}: expected a ProcessGroup, a DeviceMesh or the name of a mesh dimension, got int; "
     with pytest.raises(TypeError, match=message):
         process_group(name, 3, weight)
+
+
+def test_sequences_are_equal_by_value():
+    """They key compiled functions."""
+    assert WholeSequences() == WHOLE_SEQUENCES and hash(WholeSequences()) == hash(WHOLE_SEQUENCES)
+    assert SlicedSequences("a") == SlicedSequences("a") != SlicedSequences("b")
+    assert SlicedSequences("a") != WHOLE_SEQUENCES
+    assert pickle.loads(pickle.dumps(WHOLE_SEQUENCES)) == WHOLE_SEQUENCES
+    with pytest.raises(AttributeError):
+        SlicedSequences("a").group = "b"

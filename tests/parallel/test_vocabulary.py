@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.vocabulary import (
     IGNORED,
     WHOLE_VOCABULARY,
@@ -38,22 +37,6 @@ def shard(rank: int) -> ShardedVocabulary:
 
 
 ranks = pytest.mark.parametrize("rank", range(len(SIZES)))
-
-
-def test_the_whole_vocabulary_changes_nothing():
-    whole, x = WHOLE_VOCABULARY, torch.randn(3, V)
-    assert not whole.sharded and whole.total(V) == whole.max_shard_rows(V) == V
-    targets = torch.tensor([3, -100, 10, 7])
-    assert whole.columns(targets, 7) == (targets, 7)
-    assert whole.local(None) is None and whole.local(x) is x and whole.reduce(x) is x
-    assert whole.start_sum(x) is None
-    stats = TokenBuffers(logps=x[:, 0].clone(), lse=x[:, 1].clone(), lse_residual=x[:, 2].clone())
-    whole.merge_stats(stats, targets)
-    assert torch.equal(stats.logps, x[:, 0])
-    factor = torch.rand(3)
-    assert whole.merge_gradient(x, targets, stats, factor, LogitTransform()) is factor
-    weight = torch.randn(V, 4)
-    assert torch.equal(whole.rows_of(weight, torch.tensor([2, 9])), weight[[2, 9]])
 
 
 def test_functions_of_the_logits():

@@ -31,8 +31,8 @@ class Costs(NamedTuple):
     linear_in_logps: bool  # whether the loss depends on the logits through log p(target) and lse alone
     # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
     rereads: bool
-    columns: int = 0  # number of logits per row, if the loss needs no others; 0: all
-    teacher_bytes: int = 0  # bytes per row of a teacher with rows of its own (`LossSpec.teacher_rows`)
+    columns: int = 0  # number of logits that the loss needs per row; 0: all
+    teacher_bytes: int = 0  # bytes per row of a teacher in `teacher_hidden` (`LossSpec.teacher_rows`)
 
 
 class Objective(Protocol):
@@ -145,12 +145,12 @@ def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
 
 def settled(call: HeadCall, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
     """(loss up to the deferred factor, metrics in the order of `metric_names`), over all slices."""
-    first, *others = [report.total for report in reports]
-    total = sum(others, first)  # starting from 0 would cost one more kernel
+    first, *remaining = [report.total for report in reports]
+    total = sum(remaining, first)  # starting from 0 would cost one more kernel
     if call.loss.scope == "token" and call.sequences.sliced:
         # The only all-reduce of the loss of single tokens with cp_group: ranks may have different numbers of
         # chunks, so there is none per chunk.
         total = call.sequences.sum(total)
-    found = means([report.metrics for report in reports], factors, call.sequences)
+    metrics = means([report.metrics for report in reports], factors, call.sequences)
     total = total.to(call.stat_dtype)  # a loss of logits is wider if `logits_dtype` is
-    return total, [found[name].to(call.stat_dtype) for name in call.loss.metric_names]
+    return total, [metrics[name].to(call.stat_dtype) for name in call.loss.metric_names]

@@ -1,4 +1,4 @@
-"""Losses of the logits of k given ids per token: compute these k logits per token, and no others."""
+"""Losses of the logits of k given ids per token: only these k logits per token are computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class GatheredProjection(Projection):
         call = self.call
         inputs = call.inputs
         ids, values = inputs["ids"][chunk.row_index], inputs["teacher_logps"][chunk.row_index]
-        found = first_slots(ids, values, *call.vocabulary.row_range(call.V), call.stat_dtype)
-        self.columns, self.teacher = found
+        row_range = call.vocabulary.row_range(call.V)
+        self.columns, self.teacher = first_slots(ids, values, *row_range, call.stat_dtype)
         chunk.features = chunk.features.contiguous()
         if not call.loss.compact:
             self.columns.masked_fill_((chunk.targets == chunk.ignore_index)[:, None], -1)
@@ -77,10 +77,10 @@ class GatheredObjective(IdsObjective):
         call = self.call
         count = self.rows.count
         shapes = call.loss.objective.statistic_shapes(call.loss, count, call.inputs)
-        others = {name: shape for name, shape in shapes.items() if name not in self.stats}
+        missing = {name: shape for name, shape in shapes.items() if name not in self.stats}
         zeros = {
             name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
-            for name, (shape, dtype) in others.items()
+            for name, (shape, dtype) in missing.items()
         }
         return zeros | self.stats
 
@@ -96,11 +96,11 @@ class GatheredObjective(IdsObjective):
         z = z.masked_fill_(head.teacher == -torch.inf, -torch.inf)
         self._keep(chunk, {"logps": z, "teacher_logps": head.teacher})
 
-    def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
+    def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
         if chunk.step.stop - chunk.step.start == self.rows.count:
-            self.stats = dict(found)
+            self.stats = dict(statistics)
         else:
-            super()._keep(chunk, found)
+            super()._keep(chunk, statistics)
 
     def evaluate(self, span: Span) -> None:
         call = self.call
@@ -119,8 +119,8 @@ class GatheredObjective(IdsObjective):
                 self.grads["logps"] = torch.empty_like(logits)
             gradient = self.grads["logps"][rows]
         numbers = logits[rows], self.stats["teacher_logps"][rows]
-        found = call.loss.kernel(*numbers, factors, gradient)
-        terms, metrics = map(batch_of(call, self.rows, span).masked, found)
+        result = call.loss.kernel(*numbers, factors, gradient)
+        terms, metrics = map(batch_of(call, self.rows, span).masked, result)
         self.reports.append(Report(*reported((terms, metrics), self.factors)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:

@@ -217,8 +217,8 @@ class IdsObjective:
         targets = self._targets[chunk.row_index]
         return Reader(call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype)
 
-    def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
-        for name, x in found.items():
+    def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
+        for name, x in statistics.items():
             if name in self.stats:
                 self.stats[name][chunk.step.start : chunk.step.stop] = x
 
@@ -260,10 +260,10 @@ class IdsObjective:
         """Overwrite the logits with the part of their gradient that is a row factor times probabilities."""
         # Without a target in the chunk the kernel does not use log-probabilities; pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
-        known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
+        token_stats = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
         options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.logits_gradient(
-            chunk.logits, reader.targets, known, grads, gradient=chunk.grad_buffer, **options
+            chunk.logits, reader.targets, token_stats, grads, gradient=chunk.grad_buffer, **options
         )
 
     def _at(self, rows: slice) -> dict[str, Tensor]:
@@ -271,8 +271,8 @@ class IdsObjective:
         return {name: x[rows] for name, x in self.stats.items()}
 
     def _upstream(self, rows: slice) -> Upstream:
-        given = {name: x[rows] for name, x in self.grads.items()}
-        return Upstream(*(given.get(name) for name in Upstream._fields))
+        grads = {name: x[rows] for name, x in self.grads.items()}
+        return Upstream(*(grads.get(name) for name in Upstream._fields))
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         return () if chunk.factor is None else (chunk.factor,)
@@ -297,8 +297,8 @@ class IdsObjective:
         if not call.vocabulary.sharded:
             out = torch.empty_like(dlogp_dhidden)
             return weighted_rows(head.weight, columns, entries, out, base=dlogp_dhidden, factor=factor)
-        own = call.vocabulary.reduce(weighted_rows(head.weight, columns, entries))
-        return torch.addcmul(own, dlogp_dhidden.to(own.dtype), factor[:, None])
+        input_terms = call.vocabulary.reduce(weighted_rows(head.weight, columns, entries))
+        return torch.addcmul(input_terms, dlogp_dhidden.to(input_terms.dtype), factor[:, None])
 
 
 class TopkObjective(IdsObjective):
@@ -321,9 +321,9 @@ class TopkObjective(IdsObjective):
         ids = best(chunk.logits, k, reader, maxima)
         logps = (reader.pop_logits(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
         if not self.call.loss.compact:
-            kept = (chunk.targets != chunk.ignore_index)[:, None]
-            ids = torch.where(kept, ids, 0)
-            logps = torch.where(kept, logps, 0.0)
+            supervised = (chunk.targets != chunk.ignore_index)[:, None]
+            ids = torch.where(supervised, ids, 0)
+            logps = torch.where(supervised, logps, 0.0)
         self._keep(chunk, {"ids": ids, "logps": logps, "lse": stats.lse, "entropy": stats.entropy})
 
 
@@ -332,8 +332,8 @@ def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -
     lowest id first."""
     vocabulary = reader.vocabulary
     width = logits.shape[1]
-    own = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
-    columns = selection.select(logits, min(k, width), **own)
+    options = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
+    columns = selection.select(logits, min(k, width), **options)
     if not vocabulary.sharded:
         return columns
     bias = None if reader.bias is None else reader.bias[columns]

@@ -109,16 +109,18 @@ class LogitsObjective:
             batch.teacher_logits = self._teacher_logits(span, logits) if taught else None
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
         if call.loss.has_kernel(logits.device, logits.dtype, call.inputs):
-            found = self._by_kernel(logits, batch, upstream, written)
+            evaluation = self._by_kernel(logits, batch, upstream, written)
         else:
             inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
-            given = ChunkInputs(call.bias, batch.targets, inputs, self.factors.tensors(logits), upstream)
+            chunk_inputs = ChunkInputs(
+                call.bias, batch.targets, inputs, self.factors.tensors(logits), upstream
+            )
             evaluate = compiled.compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
-                self._gradient, found = evaluate(logits, given)
-        self.reports.append(Report(found.total, found.metrics))
+                self._gradient, evaluation = evaluate(logits, chunk_inputs)
+        self.reports.append(Report(evaluation.total, evaluation.metrics))
         if self.values is not None:
-            self.values[span.start : span.stop] = found.values
+            self.values[span.start : span.stop] = evaluation.values
 
     def _teacher_logits(self, span: Span, logits: Tensor) -> Tensor:
         hidden, weight = self.call.inputs["teacher_hidden"], self.call.inputs["teacher_weight"]

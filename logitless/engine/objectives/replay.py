@@ -1,8 +1,8 @@
 """Losses of per-token statistics over the ids that a sampler kept: the softmax of a row is over its set.
 
-`ReplayProjection` multiplies the gathered rows with the rows of the head that their ids name, and all other
-rows as any projection. `ReplayObjective` computes the statistics of a set from the logits of its slots, and
-leaves the loss itself, which knows of no sets, to `TokenObjective`.
+`ReplayProjection` multiplies the gathered rows with the rows of the head that their ids name, and projects
+all other rows as `Projection` does. `ReplayObjective` computes the statistics of a set from the logits of its
+slots. `TokenObjective` evaluates the loss, which does not depend on the sets.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from logitless.kernels.matmul import project
 
 
 class ReplayProjection(Projection):
-    """A projection whose gathered rows have a number per slot as gradient (S,), in the place of (C, V)."""
+    """A projection in which the gradient of the gathered rows has one entry per slot: (S,), not (C, V)."""
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
         super().__init__(call, rows.chunked, gradients=gradients)
@@ -100,11 +100,11 @@ class ReplayObjective(TokenObjective):
     def for_backward(
         cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        known, given = (
-            {name: rows.replay.in_chunk_order(x) for name, x in found.items()}
-            for found in (statistics, upstream)
+        ordered_statistics, ordered_upstream = (
+            {name: rows.replay.in_chunk_order(x) for name, x in named.items()}
+            for named in (statistics, upstream)
         )
-        return super().for_backward(call, rows, known, given)
+        return super().for_backward(call, rows, ordered_statistics, ordered_upstream)
 
     @property
     def replay(self) -> Replay:
@@ -125,13 +125,13 @@ class ReplayObjective(TokenObjective):
     def _fill_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
         call = self.call
         slots = head.local[GATHERED]
-        known = self.replay.logits
-        if GATHERED not in known:
+        logits = self.replay.logits
+        if GATHERED not in logits:
             products = sets.slot_products(chunk.features, head.weight, slots, call.stat_dtype)
-            known[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)
+            logits[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)
         if not chunk.step.read:
             return
-        sets.set_statistics(known[GATHERED], slots, self._stats(chunk))
+        sets.set_statistics(logits[GATHERED], slots, self._stats(chunk))
         if self.ref_logps is not None:
             inputs = call.inputs
             hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype).contiguous()
@@ -163,13 +163,13 @@ class ReplayObjective(TokenObjective):
             project(hidden, self.ref_weight, chunk.logits)
             z = self._picked_logits(chunk, slots, call.loss.ref_head, inputs["ref_bias"])
             if rest is not None:
-                found = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
+                ref_stats = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
                 options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
                 kernels.token_statistics(
-                    chunk.logits, rest, found, **options, ignore_index=chunk.ignore_index
+                    chunk.logits, rest, ref_stats, **options, ignore_index=chunk.ignore_index
                 )
-                call.vocabulary.merge_stats(found, rest)
-                self.ref_logps[chunk.step.start : chunk.step.stop] = found.logps
+                call.vocabulary.merge_stats(ref_stats, rest)
+                self.ref_logps[chunk.step.start : chunk.step.stop] = ref_stats.logps
             self._keep_reference(chunk, z, slots)
         head.project(chunk)
         rest = self._without_sets(chunk, slots)
@@ -203,13 +203,17 @@ class ReplayObjective(TokenObjective):
         return self.stats[chunk.step.start : chunk.step.stop]
 
     def _keep_reference(self, chunk: Chunk, z: Tensor, slots: Slots) -> None:
-        found = kernels.allocate_stats((), 0, z.dtype, z.device)
+        ref_stats = kernels.allocate_stats((), 0, z.dtype, z.device)
         rows = slice(chunk.step.start, chunk.step.stop)
-        found = TokenBuffers(
+        ref_stats = TokenBuffers(
             logps=self.ref_logps[rows],
-            **{name: torch.empty_like(self.ref_logps[rows]) for name, _ in found.items() if name != "logps"},
+            **{
+                name: torch.empty_like(self.ref_logps[rows])
+                for name, _ in ref_stats.items()
+                if name != "logps"
+            },
         )
-        sets.set_statistics(z, slots, found)
+        sets.set_statistics(z, slots, ref_stats)
 
     def evaluate(self, span: Span) -> None:
         replay = self.replay

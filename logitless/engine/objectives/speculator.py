@@ -1,9 +1,9 @@
 """The objective of a draft's losses: rows of several steps, compared with the rows of a verifier.
 
-The rows of a call are pairs of a draft's row and a verifier's. They are sorted by the latter (`rows.py`), so
-the pairs of a chunk look at consecutive rows of the verifier, and each of these is projected once for all
-steps. Loss, acceptance rate and agreement of the pairs are kept; the metrics, which look at whole chains of
-pairs, are computed from them at the end.
+The rows of a call are pairs of a draft's row and a verifier's row. The pairs are sorted by the verifier's row
+(`teacher_rows.py`), so the pairs of a chunk are compared with consecutive rows of the verifier, and each of
+these rows is projected once for all steps. Loss, acceptance rate and agreement of the pairs are kept; the
+metrics depend on whole chains of pairs and are computed at the end.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from logitless.kernels.matmul import piece_bytes, project
 
 # Bytes of a pair's or a verifier row's vectors: statistics, factors, labels, indices.
 VECTOR_BYTES = 64
-# The same of the statistics that the ranks of a sharded vocabulary exchange.
+# Bytes of the statistics that the ranks of a sharded vocabulary exchange for a pair or a verifier row.
 SHARD_BYTES = 256
 
 
@@ -34,8 +34,8 @@ class Verifier(NamedTuple):
     """The rows of the verifier that a chunk is compared with."""
 
     logits: Tensor  # (R, D) of the draft's ids
-    # Log-sum-exp of all of the verifier's ids, and its rounding error; None: there are no others, or they
-    # do not count.
+    # Log-sum-exp over all of the verifier's ids, and its rounding error; None: the softmax is over the ids of
+    # `logits` alone.
     lse: tuple[Tensor, Tensor] | None = None
     # (R,) the draft's id of the verifier's best one, -1 where it has none.
     label: Tensor | None = None
@@ -100,9 +100,9 @@ class SpeculatorObjective(LogitsObjective):
         inputs = call.inputs
         first, last = self.rows.teacher.between(step.start, step.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
-        own = self.rows.teacher.ranks[rows] - first
-        labels = self._labels(chunk, verifier, own) if loss.hard_loss_weight else None
-        covered = None if verifier.covered is None else verifier.covered[own]
+        teacher_rows = self.rows.teacher.ranks[rows] - first
+        labels = self._labels(chunk, verifier, teacher_rows) if loss.hard_loss_weight else None
+        covered = None if verifier.covered is None else verifier.covered[teacher_rows]
         weights = inputs["pair_weights"][chunk.row_index]
         if loss.drop_outside and covered is not None:
             weights = torch.where(covered, weights, 0.0)
@@ -111,15 +111,15 @@ class SpeculatorObjective(LogitsObjective):
             factor = self.factors.loss["tokens"] if self.upstream is None else self.upstream[rows]
             factors = (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32))
             gradient = chunk.grad_buffer
-        found = self._divergence(chunk, verifier, labels, factors, gradient, own)
+        stats = self._divergence(chunk, verifier, labels, factors, gradient, teacher_rows)
         self._gradient = gradient
-        pair_loss = found.soft
+        pair_loss = stats.soft
         if loss.hard_loss_weight:
-            pair_loss = loss.hard_loss_weight * found.hard + (1 - loss.hard_loss_weight) * found.soft
+            pair_loss = loss.hard_loss_weight * stats.hard + (1 - loss.hard_loss_weight) * stats.soft
         if loss.drop_outside and covered is not None:
             pair_loss = torch.where(covered, pair_loss, 0.0)
-        agreement = found.agreement if covered is None else found.agreement * covered
-        self._keep(rows, {"values": pair_loss, "acceptance": found.acceptance, "agreement": agreement})
+        agreement = stats.agreement if covered is None else stats.agreement * covered
+        self._keep(rows, {"values": pair_loss, "acceptance": stats.acceptance, "agreement": agreement})
         values = pair_loss * weights
         if self.values is not None:
             self.values[rows] = values
@@ -133,7 +133,7 @@ class SpeculatorObjective(LogitsObjective):
         labels: Tensor | None,
         factors: Tensor | None,
         gradient: Tensor | None,
-        own: Tensor,
+        teacher_rows: Tensor,
     ) -> divergence.DivergenceStats:
         call = self.call
         loss = call.loss
@@ -147,7 +147,7 @@ class SpeculatorObjective(LogitsObjective):
             "bias": call.bias,
             "teacher_bias": self._teacher[2],
             "overlap": True,
-            "teacher_rows": own,
+            "teacher_rows": teacher_rows,
             "lk_eta": loss.lk_eta,
         }
         ranks = call.vocabulary
@@ -156,16 +156,16 @@ class SpeculatorObjective(LogitsObjective):
                 chunk.logits, verifier.logits, labels, factors, teacher_lse=verifier.lse, **options
             )
         if labels is None:
-            labels = torch.full_like(own, -1)
+            labels = torch.full_like(teacher_rows, -1)
         return divergence.sharded_divergence(
             chunk.logits, verifier.logits, labels, factors, ranks=ranks, **options
         )
 
-    def _labels(self, chunk: Chunk, verifier: Verifier, own: Tensor) -> Tensor:
+    def _labels(self, chunk: Chunk, verifier: Verifier, teacher_rows: Tensor) -> Tensor:
         """(C,) columns of the labels among the logits; negative for a label that the draft lacks."""
         inputs = self.call.inputs
         if inputs["labels"] is None:
-            columns = verifier.label[own]
+            columns = verifier.label[teacher_rows]
         else:
             columns = inputs["labels"][chunk.row_index]
             if inputs["draft_columns"] is not None:
@@ -213,8 +213,8 @@ class SpeculatorObjective(LogitsObjective):
             return divergence.sharded_best(logits, head, bias, ranks)
         return select.select(logits, 1, head=head, bias=bias)[:, 0]
 
-    def _keep(self, rows: slice, found: Mapping[str, Tensor]) -> None:
-        for name, x in found.items():
+    def _keep(self, rows: slice, values: Mapping[str, Tensor]) -> None:
+        for name, x in values.items():
             if name not in self.kept:
                 self.kept[name] = x.new_zeros(self.rows.count)
             self.kept[name][rows] = x
@@ -232,8 +232,8 @@ class SpeculatorObjective(LogitsObjective):
         device = self.call.targets.device
         counted = self.rows.scattered(torch.ones(self.rows.count, dtype=dtype, device=device), N)
         zero = torch.zeros(self.rows.count, dtype=dtype, device=device)
-        kept = {name: self.rows.scattered(self.kept.get(name, zero).to(dtype), N) for name in KEPT}
-        return chain_metrics(self.call.loss, counted, **kept)
+        statistics = {name: self.rows.scattered(self.kept.get(name, zero).to(dtype), N) for name in KEPT}
+        return chain_metrics(self.call.loss, counted, **statistics)
 
 
 KEPT = ("values", "acceptance", "agreement")

@@ -105,7 +105,7 @@ class SupportObjective(IdsObjective):
             return
         reader = self._reader(chunk)
         inputs = self.call.inputs
-        found = self._read_label(chunk, reader)
+        statistics = self._read_label(chunk, reader)
         argmax_ids = {"student": best(chunk.logits, 1, reader)[:, 0]}
         if inputs["ids"] is None:
             teacher, taught = self._teacher_logits(chunk, reader)
@@ -115,24 +115,24 @@ class SupportObjective(IdsObjective):
                 taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]}
             )
         else:
-            ids, found["teacher_logps"] = self._given(chunk)
-            at = found["teacher_logps"].argmax(1, keepdim=True)
+            ids, statistics["teacher_logps"] = self._given(chunk)
+            at = statistics["teacher_logps"].argmax(1, keepdim=True)
             argmax_ids["teacher"] = ids.gather(1, at)[:, 0]
-        found["agreement"] = argmax_ids["student"] == argmax_ids["teacher"]
+        statistics["agreement"] = argmax_ids["student"] == argmax_ids["teacher"]
         labels = inputs["labels"]
         if labels is not None:
-            found["token_accuracy"] = argmax_ids["student"] == labels[chunk.row_index]
-        self._keep(chunk, found)
+            statistics["token_accuracy"] = argmax_ids["student"] == labels[chunk.row_index]
+        self._keep(chunk, statistics)
         self._read(chunk, reader, ids)
 
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """The teacher's ids (n, k), duplicates replaced by -1, and their log-probabilities."""
-        ids, given = (
+        ids, logps = (
             self.call.inputs["ids"][chunk.row_index],
             self.call.inputs["teacher_logps"][chunk.row_index],
         )
-        ids = slots.dedupe(torch.where(given == -torch.inf, -1, ids))
-        return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
+        ids = slots.dedupe(torch.where(logps == -torch.inf, -1, ids))
+        return ids, torch.where(ids >= 0, logps.to(self.call.stat_dtype), -torch.inf)
 
     def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
         """(reader of the teacher's head, the teacher's logits of a chunk in a separate buffer)."""
@@ -157,32 +157,32 @@ class SupportObjective(IdsObjective):
     ) -> tuple[Tensor, Tensor]:
         """(ids (n, slots) of the divergence, duplicates replaced by -1; the teacher's best id (n,))."""
         loss = self.call.loss
-        found = {}
-        for name, z, own in (("student", logits, reader), ("teacher", taught, teacher)):
-            if not own.vocabulary.sharded:
+        best_ids = {}
+        for name, z, side in (("student", logits, reader), ("teacher", taught, teacher)):
+            if not side.vocabulary.sharded:
                 # A support has only ids that both vocabularies have.
                 common = min(logits.shape[1], taught.shape[1])
                 z = z[:, :common]
-                own = own._replace(bias=None if own.bias is None else own.bias[:common])
+                side = side._replace(bias=None if side.bias is None else side.bias[:common])
             wanted = loss.support in (name, "union")
-            found[name] = best(z, loss.k if wanted else 1, own)
-        argmax_id = found["teacher"][:, 0]
+            best_ids[name] = best(z, loss.k if wanted else 1, side)
+        argmax_id = best_ids["teacher"][:, 0]
         if loss.support != "union":
-            return found[loss.support], argmax_id
-        ids = torch.cat((found["teacher"], found["student"]), 1)
+            return best_ids[loss.support], argmax_id
+        ids = torch.cat((best_ids["teacher"], best_ids["student"]), 1)
         return slots.dedupe(ids), argmax_id
 
     def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
         """log p of the label at temperature 1, with the log-sum-exp at that temperature."""
         if self.call.inputs["labels"] is None:
             return {}
-        columns, known = self._labels(chunk)
+        columns, labelled = self._labels(chunk)
         stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
         options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.token_statistics(chunk.logits, columns, stats, **options)
         reader.vocabulary.merge_stats(stats, columns)
         return {
-            "hard": torch.where(known, stats.logps, 0.0),
+            "hard": torch.where(labelled, stats.logps, 0.0),
             "hard_lse": stats.lse,
             "hard_lse_residual": stats.lse_residual,
         }
@@ -195,23 +195,23 @@ class SupportObjective(IdsObjective):
         """
         labels = self.call.inputs["labels"][chunk.row_index].long()
         width = chunk.logits.shape[1]
-        columns, here = self.call.vocabulary.locate(labels, self.call.V)
+        columns, local = self.call.vocabulary.locate(labels, self.call.V)
         ignored = chunk.targets == chunk.ignore_index
-        known = (labels >= 0) & (labels < self.call.V) & ~ignored
-        return torch.where(ignored, chunk.targets, torch.where(here, columns, width)), known
+        labelled = (labels >= 0) & (labels < self.call.V) & ~ignored
+        return torch.where(ignored, chunk.targets, torch.where(local, columns, width)), labelled
 
     def _warm(self, reader: Reader):
         return reader.head._replace(temperature=1.0)
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        given = self.grads.get("hard")
-        if given is None:
+        hard_grads = self.grads.get("hard")
+        if hard_grads is None:
             super().write(chunk, head)
             return
         rows = slice(chunk.step.start, chunk.step.stop)
         reader, stats = self._reader(chunk), self._at(rows)
-        (columns, known), warm = self._labels(chunk), self._warm(reader)
-        g = torch.where(known, given[rows], 0.0)
+        (columns, labelled), warm = self._labels(chunk), self._warm(reader)
+        g = torch.where(labelled, hard_grads[rows], 0.0)
         ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **reader.kept)
         if warm == reader.head:
             both = TokenBuffers(logps=g, lse=factor)
@@ -219,15 +219,15 @@ class SupportObjective(IdsObjective):
         else:
             # The softmax at temperature 1, before `_spread` overwrites the logits.
             own = self._of_label(stats)
-            other = torch.empty_like(chunk.grad_buffer)
+            label_grad = torch.empty_like(chunk.grad_buffer)
             options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
-                chunk.logits, columns, own, TokenBuffers(logps=g), gradient=other, **options
+                chunk.logits, columns, own, TokenBuffers(logps=g), gradient=label_grad, **options
             )
             self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
-            chunk.grad_buffer.add_(other)
+            chunk.grad_buffer.add_(label_grad)
         # The label's gradient at the support's ids, whose logits were taken out of the chunk.
-        labels = torch.where(known, self.call.inputs["labels"][chunk.row_index].long(), -2)
+        labels = torch.where(labelled, self.call.inputs["labels"][chunk.row_index].long(), -2)
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]
         p = (z - stats["hard_lse"][:, None] + rounding[:, None]).exp()

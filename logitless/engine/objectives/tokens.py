@@ -91,8 +91,10 @@ class TokenObjective:
         cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, Pass.GRADIENTS)
-        known = {name: x for name, x in statistics.items() if name != "predictions"}
-        return cls(call, rows, TokenBuffers(**known), TokenBuffers(**upstream), fused_epilogue=fused_epilogue)
+        token_stats = {name: x for name, x in statistics.items() if name != "predictions"}
+        return cls(
+            call, rows, TokenBuffers(**token_stats), TokenBuffers(**upstream), fused_epilogue=fused_epilogue
+        )
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
@@ -273,15 +275,17 @@ class TokenObjective:
         grads = self.grads[rows]
         g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
         g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
-        own = g_lse
+        g_target = g_lse
         if target_apart(call.loss):
-            own = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
+            g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
         targets = call.targets[at]
         supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
-        own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)
+        g_target = torch.where(
+            supervised, g_target * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0
+        )
         head_rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
         # In the dtype of the statistics, the wider one, by type promotion: no copies of vectors and rows.
-        return (dlogp_dhidden * (g_logp - g_lse)[:, None]).addcmul_(own[:, None], head_rows)
+        return (dlogp_dhidden * (g_logp - g_lse)[:, None]).addcmul_(g_target[:, None], head_rows)
 
 
 def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:

@@ -60,11 +60,11 @@ class TokenBuffers:
         return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
-        found = dict(self.items())
+        buffers = dict(self.items())
         # A slice of all rows needs no views, which would cost host time before the first product.
-        if isinstance(rows, slice) and all(rows.indices(len(x)) == (0, len(x), 1) for x in found.values()):
+        if isinstance(rows, slice) and all(rows.indices(len(x)) == (0, len(x), 1) for x in buffers.values()):
             return self
-        return TokenBuffers(**{name: x[rows] for name, x in found.items()})
+        return TokenBuffers(**{name: x[rows] for name, x in buffers.items()})
 
 
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
@@ -80,11 +80,11 @@ for _last in _LAST_OF_LEVEL:
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named statistics and those that are computed with them, always including logps and lse."""
-    found = _UP_TO_LEVEL["lse"]
+    computed = _UP_TO_LEVEL["lse"]
     for name in names:
-        if len(_UP_TO_LEVEL[name]) > len(found):
-            found = _UP_TO_LEVEL[name]
-    return found
+        if len(_UP_TO_LEVEL[name]) > len(computed):
+            computed = _UP_TO_LEVEL[name]
+    return computed
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
@@ -234,28 +234,28 @@ def _token_statistics_twin(
     """Write the statistics to `out` and, if it is given, d logp / d logits to `gradient`."""
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised = targets[rows] != ignore_index
-        known = targets[rows] < z.shape[1]
-        target = torch.where(supervised & known, targets[rows], 0)[:, None]
+        inside = targets[rows] < z.shape[1]
+        target = torch.where(supervised & inside, targets[rows], 0)[:, None]
         top, arg_max = z.max(1)
         log_p = torch.log_softmax(z, 1)
         top_log_p = log_p.gather(1, arg_max[:, None])[:, 0]
         lse = top - top_log_p
-        found = {"logps": torch.where(known, log_p.gather(1, target)[:, 0], -torch.inf), "lse": lse}
-        found["is_top1"] = torch.where(known, (arg_max == targets[rows]).to(z.dtype), top)
-        found["lse_residual"] = torch.where(lse.isfinite(), (top - lse) - top_log_p, 0.0)
+        stats = {"logps": torch.where(inside, log_p.gather(1, target)[:, 0], -torch.inf), "lse": lse}
+        stats["is_top1"] = torch.where(inside, (arg_max == targets[rows]).to(z.dtype), top)
+        stats["lse_residual"] = torch.where(lse.isfinite(), (top - lse) - top_log_p, 0.0)
         if out.sum_logits is not None:
-            found["sum_logits"] = z.sum(1) if class_weights is None else z @ class_weights.to(z.dtype)
+            stats["sum_logits"] = z.sum(1) if class_weights is None else z @ class_weights.to(z.dtype)
         del z
         p = log_p.exp()
         if out.entropy is not None:
             # p = 0 contributes nothing, though its log is -inf.
-            found["entropy"] = -log_p.clamp_(min=-1e4).mul_(p).sum(1)
+            stats["entropy"] = -log_p.clamp_(min=-1e4).mul_(p).sum(1)
         if out.log_sum_sq_probs is not None:
-            found["log_sum_sq_probs"] = torch.mul(p, p, out=log_p).sum(1).log()
+            stats["log_sum_sq_probs"] = torch.mul(p, p, out=log_p).sum(1).log()
         for name, buffer in out[rows].items():
-            buffer.copy_(torch.where(supervised, found[name], 0.0))
+            buffer.copy_(torch.where(supervised, stats[name], 0.0))
         if gradient is not None:
-            p.scatter_add_(1, target, -known[:, None].to(p.dtype))
+            p.scatter_add_(1, target, -inside[:, None].to(p.dtype))
             _store(gradient[rows], p.neg_(), slope, supervised)
 
 
@@ -269,12 +269,12 @@ def _logits_gradient_twin(
     g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised = targets[rows] != ignore_index
-        known = targets[rows] < z.shape[1]
+        inside = targets[rows] < z.shape[1]
         log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])
-        here = (supervised & known)[:, None]
-        target = torch.where(here, targets[rows, None], 0)
-        p = _put(log_p, target, here, stats.logps[rows, None]).exp()
-        g = _put(p * g_softmax[rows, None], target, here, g_target[rows, None])
+        has_target = (supervised & inside)[:, None]
+        target = torch.where(has_target, targets[rows, None], 0)
+        p = _put(log_p, target, has_target, stats.logps[rows, None]).exp()
+        g = _put(p * g_softmax[rows, None], target, has_target, g_target[rows, None])
         if grads.entropy is not None:
             log_p = log_p.clamp_(min=-1e4).add_(stats.entropy[rows, None]).mul_(p)
             g.addcmul_(log_p, grads.entropy[rows, None], value=-1)

@@ -114,8 +114,8 @@ def statistics_of_row(others, others_z, drop_y, shift):
     residual = (shift - (lse - log_part)) + (log_total - log_part) + log_rest
     # The target's -p log p is a separate term, so that the small entropy of a confident token is not the
     # difference of large numbers.
-    own = tl.where(e_y > 0.0, e_y * logp, 0.0)
-    entropy = ((others * log_total - others_z) - own) / total
+    target_term = tl.where(e_y > 0.0, e_y * logp, 0.0)
+    entropy = ((others * log_total - others_z) - target_term) / total
     return total, log_total, logp, lse, residual, entropy
 
 
@@ -177,20 +177,20 @@ def row_kernel(
                 tl.store(grad_ptr + cols, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < V)
         return
 
-    known = (y >= 0) & (y < V)
+    has_target = (y >= 0) & (y < V)
     z_y, slope_y = head_logits(
-        tl.load(logits_ptr + y, mask=known, other=0.0),
+        tl.load(logits_ptr + y, mask=has_target, other=0.0),
         bias_ptr,
         y,
-        known,
+        has_target,
         gain,
         squash,
         cap,
         HAS_BIAS,
         HAS_SOFTCAP,
     )
-    z_y = tl.where(known, z_y, -float("inf"))
-    place = tl.where(known, y, -1).to(tl.int32)
+    z_y = tl.where(has_target, z_y, -float("inf"))
+    place = tl.where(has_target, y, -1).to(tl.int32)
     # All threads must have read the target's logit before one stores over it.
     tl.debug_barrier()
     shift = -1e30
@@ -274,7 +274,7 @@ def row_kernel(
     tl.store(lse_residual_ptr + row, residual)
     if EXTRA:
         tl.store(entropy_ptr + row, entropy)
-        tl.store(is_top1_ptr + row, tl.where(known, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
+        tl.store(is_top1_ptr + row, tl.where(has_target, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
     if SUM:
         tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
     if SQUARES:
@@ -282,7 +282,7 @@ def row_kernel(
     if WRITE:
         tl.store(row_scale_ptr + row, -1.0 / total)
         tl.debug_barrier()
-        tl.store(grad_ptr + y, (-others * slope_y).to(grad_ptr.dtype.element_ty), mask=known)
+        tl.store(grad_ptr + y, (-others * slope_y).to(grad_ptr.dtype.element_ty), mask=has_target)
 
 
 @cached_launch

@@ -203,14 +203,14 @@ def _divergence_twin(
     for start in range(0, C, step):
         rows = slice(start, min(start + step, C))
         z, slope = head.logits(student[rows], bias)
-        own = rows if teacher_rows is None else teacher_rows[rows]
-        t = taught.logits(teacher[own][:, :common], None if teacher_bias is None else teacher_bias[:common])[
-            0
-        ]
+        teacher_index = rows if teacher_rows is None else teacher_rows[rows]
+        t = taught.logits(
+            teacher[teacher_index][:, :common], None if teacher_bias is None else teacher_bias[:common]
+        )[0]
         out["agreement"][rows] = z[:, :common].argmax(1) == t.argmax(1)
         outside = 0.0
         if teacher_lse is not None:
-            lse, residual = (x[own].to(dtype) for x in teacher_lse)
+            lse, residual = (x[teacher_index].to(dtype) for x in teacher_lse)
             top = t.amax(1)
             outside = ((top - lse) + ((t - top[:, None]).logsumexp(1) - residual)).clamp(max=0.0)[:, None]
         log_s = z[:, :common].log_softmax(1)
@@ -223,12 +223,12 @@ def _divergence_twin(
         del log_s
         if labels is not None:
             label = labels[rows]
-            known = (label >= 0) & (label < V)
-            column = torch.where(known, label, 0)[:, None]
+            has_label = (label >= 0) & (label < V)
+            column = torch.where(has_label, label, 0)[:, None]
             out["is_top1"][rows] = z.argmax(1) == label
             # The logits at temperature 1.
             log_p = (z * head.temperature).log_softmax(1)
-            out["hard"][rows] = torch.where(known, -log_p.gather(1, column)[:, 0], 0.0)
+            out["hard"][rows] = torch.where(has_label, -log_p.gather(1, column)[:, 0], 0.0)
         del z
         if gradient is None:
             continue
@@ -237,7 +237,7 @@ def _divergence_twin(
             d_z = torch.nn.functional.pad(d_z, (0, V - common))
         if labels is not None and hard_weight:
             p = log_p.exp_().scatter_add_(1, column, -torch.ones_like(column, dtype=dtype))
-            d_z += p.mul_(hard_weight * head.temperature).mul_(known[:, None])
+            d_z += p.mul_(hard_weight * head.temperature).mul_(has_label[:, None])
         factor = factors[rows].to(dtype)[:, None]
         d_z *= factor * slope
         gradient[rows] = d_z.masked_fill_(factor == 0, 0.0)
@@ -333,8 +333,8 @@ class Ranks(Protocol):
 def sharded_best(logits: Tensor, head: LogitTransform, bias: Tensor | None, ranks: Ranks) -> Tensor:
     """(C,) ids of the largest logits of the whole vocabulary; `logits` are products with a shard."""
     columns = select.select(logits, 1, head=head, bias=bias)
-    found = select.compared(logits.gather(1, columns), head, None if bias is None else bias[columns])
-    return ranks.best_id(found[:, 0], columns[:, 0])
+    best_logits = select.compared(logits.gather(1, columns), head, None if bias is None else bias[columns])
+    return ranks.best_id(best_logits[:, 0], columns[:, 0])
 
 
 def sharded_divergence(
@@ -365,10 +365,10 @@ def sharded_divergence(
     def statistics(
         logits: Tensor, ids: Tensor, names: tuple[str, ...], head: LogitTransform, bias: Tensor | None
     ) -> TokenBuffers:
-        found = allocate_stats(names, len(ids), dtype, logits.device)
-        token_statistics(logits, ids, found, head=head, bias=bias, ignore_index=-1)
-        ranks.merge_stats(found, ids)
-        return found
+        stats = allocate_stats(names, len(ids), dtype, logits.device)
+        token_statistics(logits, ids, stats, head=head, bias=bias, ignore_index=-1)
+        ranks.merge_stats(stats, ids)
+        return stats
 
     cold = statistics(student, targets, ("entropy",), head, bias)
     # Statistics of each row of the teacher.
@@ -382,7 +382,7 @@ def sharded_divergence(
         if head.temperature == 1.0
         else statistics(student, targets, (), head._replace(temperature=1.0), bias)
     )
-    known = torch.stack([x for found in (cold, taught, plain) for x in (found.lse, found.lse_residual)])
+    normalizers = torch.stack([x for stats in (cold, taught, plain) for x in (stats.lse, stats.lse_residual)])
 
     best, argmax_id = (
         sharded_best(logits, *transform, ranks)
@@ -405,15 +405,15 @@ def sharded_divergence(
 
         shard_pass = divergence_shard_triton.shard_pass
     sums = torch.empty(4 if overlap else 2, len(labels), dtype=dtype, device=student.device)
-    shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
+    shard_pass(student, teacher, labels, None, normalizers, sums, gradient=None, **options)
     ranks.all_reduce(sums)
     soft = sums[0]
     acceptance = None
     if overlap:
         acceptance, soft, a, b = of_acceptance(sums[2], sums[3], sums[0], divergence, lk_eta)
-        known = torch.cat((known, torch.stack((a, b))))
+        normalizers = torch.cat((normalizers, torch.stack((a, b))))
     if factors is not None:
-        shard_pass(student, teacher, labels, factors, known, sums, gradient=gradient, **options)
+        shard_pass(student, teacher, labels, factors, normalizers, sums, gradient=gradient, **options)
     hard = torch.where(labels < 0, 0.0, -plain.logps)
     top1 = torch.where(labels < 0, 0.0, cold.is_top1)
     agreement = (best == argmax_id).to(dtype)
@@ -425,7 +425,7 @@ def _shard_pass_twin(
     teacher: Tensor,
     labels: Tensor,
     factors: Tensor | None,
-    known: Tensor,
+    normalizers: Tensor,
     sums: Tensor,
     *,
     gradient: Tensor | None,
@@ -446,7 +446,7 @@ def _shard_pass_twin(
         rows = slice(start, min(start + step, C))
         z, slope = head.logits(student[rows], bias)
         t = taught.logits(teacher[rows if teacher_rows is None else teacher_rows[rows]], teacher_bias)[0]
-        lse_s, rest_s, lse_t, rest_t, lse_1, rest_1 = known[:6, rows, None]
+        lse_s, rest_s, lse_t, rest_t, lse_1, rest_1 = normalizers[:6, rows, None]
         log_s = ((z - lse_s) - rest_s).clamp(min=MIN_LOGPROB)
         log_t = ((t - lse_t) - rest_t).clamp(min=MIN_LOGPROB)
         del t
@@ -464,7 +464,7 @@ def _shard_pass_twin(
             continue
         mean = sums[1, rows, None]
         if divergence in OF_ACCEPTANCE:
-            a, b = known[6:, rows, None]
+            a, b = normalizers[6:, rows, None]
             d_z = a * (s - p) - b * (s * ((s < p).to(s.dtype) - mean))
         else:
             _, score = _scored(log_s, log_t, s, p, divergence, beta)
@@ -474,8 +474,8 @@ def _shard_pass_twin(
         if hard_weight:
             label = labels[rows, None]
             at_one = ((z * head.temperature - lse_1) - rest_1).exp()
-            here = (label >= 0) & (label < V)
-            at_one.scatter_add_(1, torch.where(here, label, 0), -here.to(at_one.dtype))
+            inside = (label >= 0) & (label < V)
+            at_one.scatter_add_(1, torch.where(inside, label, 0), -inside.to(at_one.dtype))
             d_z += at_one.mul_(hard_weight * head.temperature).mul_(label >= 0)
         factor = factors[rows, None].to(d_z.dtype)
         d_z *= factor * slope

@@ -230,7 +230,7 @@ def divergence_kernel(
     grad_ptr += row * grad_stride
     lane = tl.arange(0, BLOCK)
     y = tl.load(labels_ptr + row)
-    known = (y >= 0) & (y < V)
+    has_label = (y >= 0) & (y < V)
     factor = tl.load(factors_ptr + row)
     # What a logit is multiplied by, to the base 2: of the student, of the teacher, at temperature 1
     slope_all = scale if PLAIN else 1.0
@@ -285,8 +285,8 @@ def divergence_kernel(
     else:
         argmax_id_1, shift_1, log_sum_1 = argmax_id, shift_s, log_sum_s
     tl.store(is_top1_ptr + row, (argmax_id_1 == y).to(tl.float32))
-    z_y, slope_y = values(student_ptr, y, known, bias_ptr, scale, softcap, PLAIN)
-    tl.store(hard_ptr + row, tl.where(known, (log_sum_1 - tl.fma(z_y, rate_1, -shift_1)) * LN2, 0.0))
+    z_y, slope_y = values(student_ptr, y, has_label, bias_ptr, scale, softcap, PLAIN)
+    tl.store(hard_ptr + row, tl.where(has_label, (log_sum_1 - tl.fma(z_y, rate_1, -shift_1)) * LN2, 0.0))
 
     loss, entropy, mean = zeros, zeros, zeros
     common_mass, excess_mass, below = zeros, zeros, zeros
@@ -358,7 +358,7 @@ def divergence_kernel(
                 g = soft_factor * s * (score - average)
             if SPLIT:
                 p = tl.exp2(tl.fma(z, rate_1, -shift_1) - log_sum_1)
-                g += tl.where(known, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
+                g += tl.where(has_label, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
             # A token that does not count is zeroed, whatever its logits hold.
             g = tl.where(factor == 0.0, 0.0, g * slope)
             if ALIAS:
@@ -391,8 +391,8 @@ def biases(
     widths = (student.shape[1], common)
     options = {"dtype": torch.float32, "device": student.device}
     empty = [torch.zeros(0 if plain else width, **options) for width in widths]
-    given = zip(empty, (bias, teacher_bias), strict=True)
-    return plain, [zeros if x is None else dense(x, torch.float32) for zeros, x in given]
+    vectors = zip(empty, (bias, teacher_bias), strict=True)
+    return plain, [zeros if x is None else dense(x, torch.float32) for zeros, x in vectors]
 
 
 def divergence_pass(
@@ -418,7 +418,7 @@ def divergence_pass(
     common = min(student.shape[1], teacher.shape[1])
     mode = mode_of(divergence, beta)
     overlap = overlap or mode >= TV.value
-    found = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5 + overlap)]
+    outputs = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5 + overlap)]
     plain, vectors = biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
@@ -430,12 +430,12 @@ def divergence_pass(
         teacher,
         grad,
         labels,
-        found[0] if factors is None else dense(factors),
+        outputs[0] if factors is None else dense(factors),
         *vectors,
-        *found[:5],
-        found[-1],
+        *outputs[:5],
+        outputs[-1],
         labels if teacher_rows is None else dense(teacher_rows),
-        *((found[0], found[0]) if teacher_lse is None else map(dense, teacher_lse)),
+        *((outputs[0], outputs[0]) if teacher_lse is None else map(dense, teacher_lse)),
         student.stride(0),
         teacher.stride(0),
         grad.stride(0),
@@ -460,4 +460,4 @@ def divergence_pass(
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    return tuple(found)
+    return tuple(outputs)

@@ -79,25 +79,25 @@ def shift_kernel(
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
     supervised = y != ignore_index
-    known = (y >= 0) & (y < V) & supervised
-    wanted = supervised if SUMS else known
+    has_target = (y >= 0) & (y < V) & supervised
+    wanted = supervised if SUMS else has_target
     total, logit_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + at, mask=(at < H) & wanted, other=0.0).to(tl.float32)
-        total += x * tl.load(w_ptr + y * w_stride + at, mask=(at < H) & known, other=0.0).to(tl.float32)
+        total += x * tl.load(w_ptr + y * w_stride + at, mask=(at < H) & has_target, other=0.0).to(tl.float32)
         if SUMS:
             logit_sum += x * tl.load(sums_ptr + at, mask=at < H, other=0.0)
     if SUMS:
         sum_z = gain * (tl.sum(logit_sum, 0) + tl.load(sums_ptr + H))
         tl.store(sum_logits_ptr + row, tl.where(supervised, sum_z, 0.0))
     x = tl.sum(total, 0)
-    z, _ = above_shift(x, 0.0, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    z, _ = above_shift(x, 0.0, bias_ptr, y, has_target, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     # For integers of this size, shift * LN2_HIGH is exact.
-    shift = tl.where(known & (tl.abs(z) < 3000.0), tl.floor(z + 0.5), 0.0)
-    target_logit, _ = above_shift(x, shift, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    shift = tl.where(has_target & (tl.abs(z) < 3000.0), tl.floor(z + 0.5), 0.0)
+    target_logit, _ = above_shift(x, shift, bias_ptr, y, has_target, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(shift_ptr + row, tl.where(supervised, shift, float("inf")))
-    tl.store(target_logit_ptr + row, tl.where(known, target_logit, -float("inf")))
+    tl.store(target_logit_ptr + row, tl.where(has_target, target_logit, -float("inf")))
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def finish_kernel(
     rows = first + tl.arange(0, ROWS)
     here = rows < C
     y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
-    known = here & (y >= 0) & (y < V) & (y != ignore_index)
+    has_target = here & (y >= 0) & (y < V) & (y != ignore_index)
     target_logit = tl.load(target_logit_ptr + rows, mask=here, other=-float("inf"))
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     rest = tl.zeros([TILES, ROWS], tl.float32)
@@ -216,7 +216,7 @@ def finish_kernel(
     tl.store(lse_ptr + rows, tl.where(supervised, lse, 0.0), mask=here)
     tl.store(lse_residual_ptr + rows, tl.where(supervised, residual, 0.0), mask=here)
     if EXTRA:
-        hit = tl.where(known, tl.where(beaten, 0.0, 1.0), (shift + tl.max(top, 0)) * LN2)
+        hit = tl.where(has_target, tl.where(beaten, 0.0, 1.0), (shift + tl.max(top, 0)) * LN2)
         tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
         tl.store(is_top1_ptr + rows, tl.where(supervised, hit, 0.0), mask=here)
     if SUM:
@@ -237,4 +237,4 @@ def finish_kernel(
             scale = -gain / total
         tl.store(row_scale_ptr + rows, tl.where(supervised, scale, 0.0), mask=here)
         entry = grad_ptr + rows.to(tl.int64) * grad_stride + y
-        tl.store(entry, (-others * slope).to(grad_ptr.dtype.element_ty), mask=known)
+        tl.store(entry, (-others * slope).to(grad_ptr.dtype.element_ty), mask=has_target)

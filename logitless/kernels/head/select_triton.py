@@ -164,15 +164,15 @@ def select(
     check_rows(logits=logits)
     C, V = logits.shape
     K = max(16, triton.next_power_of_2(k))
-    known = maxima is not None
-    maxima = maxima if known else new_maxima(logits)
+    has_maxima = maxima is not None
+    maxima = maxima if has_maxima else new_maxima(logits)
     tiles = maxima.shape[1]
     scratch = torch.empty((C, 2 * K), dtype=torch.int32, device=logits.device)
     ids = torch.empty((C, k), dtype=torch.int64, device=logits.device)
     bias_or_nothing = maxima if bias is None else dense(bias, torch.float32)
     strides = (logits.stride(0), tiles, V)
     flags = {"HAS_BIAS": bias is not None, "TILE": TILE}
-    if not known:
+    if not has_maxima:
         options = {"BLOCK": BLOCK, "num_warps": WARPS}
         tile_max_kernel[(C,)](logits, bias_or_nothing, maxima, *strides, sign, **flags, **options)
     select_kernel[(C,)](

@@ -83,9 +83,9 @@ def _has_kernel(shards: Tensor, out: TokenBuffers) -> bool:
 
 def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
     """Write `out`, and return (C,) the log-probability of this rank's shard."""
-    found = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
-    lse_r, logps_r = found["lse"], found["logps"]
-    residual_r = torch.where(lse_r.isfinite(), found["lse_residual"], 0.0)
+    stats = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
+    lse_r, logps_r = stats["lse"], stats["logps"]
+    residual_r = torch.where(lse_r.isfinite(), stats["lse_residual"], 0.0)
     top = lse_r.amax(0)
     shares = (lse_r - top + residual_r).exp()
     whole = shares.sum(0)
@@ -99,19 +99,19 @@ def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, i
     # A confident token's 1 - p keeps its digits if every sum leaves the target out.
     others = torch.where(owner, torch.expm1(-logps_r), (lse_r - z_y + residual_r).exp()).sum(0)
     combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
-    if "entropy" in found:
-        combined["entropy"] = (shares * found["entropy"] - torch.xlogy(shares, shares)).sum(0)
+    if "entropy" in stats:
+        combined["entropy"] = (shares * stats["entropy"] - torch.xlogy(shares, shares)).sum(0)
         # The first of equal logits wins.
         slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
         ranks = torch.arange(len(shards), device=lse.device)[:, None]
         earlier = ranks < owner.long().argmax(0)
-        beaten = torch.where(earlier, found["is_top1"] >= z_y - slack, found["is_top1"] > z_y + slack)
-        combined["is_top1"] = torch.where(owner, found["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
-    if "sum_logits" in found:
-        combined["sum_logits"] = found["sum_logits"].sum(0)
-    if "log_sum_sq_probs" in found:
+        beaten = torch.where(earlier, stats["is_top1"] >= z_y - slack, stats["is_top1"] > z_y + slack)
+        combined["is_top1"] = torch.where(owner, stats["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
+    if "sum_logits" in stats:
+        combined["sum_logits"] = stats["sum_logits"].sum(0)
+    if "log_sum_sq_probs" in stats:
         # A shard in which every p is 0 has the log -inf, which adds nothing to the sum.
-        combined["log_sum_sq_probs"] = (2 * shares.log() + found["log_sum_sq_probs"]).logsumexp(0)
+        combined["log_sum_sq_probs"] = (2 * shares.log() + stats["log_sum_sq_probs"]).logsumexp(0)
     for name, x in combined.items():
         getattr(out, name).copy_(torch.where(columns == ignore_index, 0.0, x))
     return shares[rank].log()

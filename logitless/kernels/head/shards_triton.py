@@ -68,12 +68,12 @@ def merge_kernel(
         z_y = tl.maximum(z_y, logp + lse_r + residual_r)
 
     whole, others = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    own = whole
+    own_share = whole
     for r in range(ranks):
         logp, lse_r, residual_r = of_softmax(shards_ptr + r * STATISTICS * C + rows, C, here)
         share = tl.exp(lse_r - top + residual_r)
         whole += share
-        own = tl.where(r == rank, share, own)
+        own_share = tl.where(r == rank, share, own_share)
         # A confident token's 1 - p keeps its digits if every sum leaves the target out.
         others += tl.where(logp > -float("inf"), -complement(-logp), tl.exp(lse_r - z_y + residual_r))
 
@@ -125,7 +125,7 @@ def merge_kernel(
             tl.store(log_sum_sq_ptr + rows, tl.where(supervised, most + tl.log(squares), 0.0), mask=here)
 
     if WRITE:
-        share = tl.maximum(own / whole, least_share)
+        share = tl.maximum(own_share / whole, least_share)
         factor = tl.load(factor_ptr + rows, mask=here, other=1.0) * share
         tl.store(result_ptr + rows, factor, mask=here)
         slope = gain

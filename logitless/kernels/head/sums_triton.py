@@ -47,9 +47,9 @@ def sums_kernel(
 
 
 def sums(vectors: Sequence[Tensor]) -> Tensor:
-    found = vectors[0].new_empty(len(vectors))
+    totals = vectors[0].new_empty(len(vectors))
     for start in range(0, len(vectors), MOST):
         few = vectors[start : start + MOST]
         operands = *few, *[few[0]] * (MOST - len(few))
-        sums_kernel[(len(few),)](*operands, found[start:], few[0].shape[0], BLOCK=BLOCK, num_warps=WARPS)
-    return found
+        sums_kernel[(len(few),)](*operands, totals[start:], few[0].shape[0], BLOCK=BLOCK, num_warps=WARPS)
+    return totals

@@ -27,8 +27,8 @@ def marked(
 
         return targets_triton.marked(targets, V, ignore_index, others)
     supervised = targets != ignore_index
-    own = torch.stack((supervised, supervised & ((targets < 0) | (targets >= V))))
-    return own if others is None else torch.cat((own, others & supervised))
+    marks = torch.stack((supervised, supervised & ((targets < 0) | (targets >= V))))
+    return marks if others is None else torch.cat((marks, others & supervised))
 
 
 def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:

@@ -42,10 +42,10 @@ def marked(targets: Tensor, V: int, ignore_index: int, others: Tensor | None) ->
     N = targets.shape[0]
     count = 0 if others is None else others.shape[0]
     marks = torch.empty(2 + count, N, dtype=torch.int8, device=targets.device)
-    own = marks if others is None else dense(others).view(torch.int8)
+    operand = marks if others is None else dense(others).view(torch.int8)
     flags = {"OTHERS": count, "BLOCK": BLOCK, "num_warps": WARPS}
     targets = dense(targets, torch.int64)
-    mark_kernel[(triton.cdiv(N, BLOCK),)](targets, own, marks, N, V, ignore_index, **flags)
+    mark_kernel[(triton.cdiv(N, BLOCK),)](targets, operand, marks, N, V, ignore_index, **flags)
     return marks.view(torch.bool)
 
 
@@ -132,13 +132,13 @@ def one_per_position_kernel(
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
-    found = torch.empty(ids.shape[:-1], dtype=torch.int64, device=ids.device)
-    rows = found.numel()
+    targets = torch.empty(ids.shape[:-1], dtype=torch.int64, device=ids.device)
+    rows = targets.numel()
     k = ids.shape[-1]
     ids = dense(ids, torch.int64)
     flags = {"POSITIONS": POSITIONS, "SLOTS": SLOTS, "num_warps": WARPS}
-    one_per_position_kernel[(triton.cdiv(rows, POSITIONS),)](ids, found, rows, k, ignore_index, **flags)
-    return found
+    one_per_position_kernel[(triton.cdiv(rows, POSITIONS),)](ids, targets, rows, k, ignore_index, **flags)
+    return targets
 
 
 @cached_launch

@@ -26,7 +26,7 @@ def gradient_half(
     acc,
     n0,
     rows,  # numbers of each
-    given,
+    operands,
     BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -35,7 +35,7 @@ def gradient_half(
 ):
     """Of the columns from n0 on."""
     y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum = rows
-    grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap = given
+    grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap = operands
     cols = (n0 + tl.arange(0, BN))[None, :]
     z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     log_p = z - lse[:, None]
@@ -115,10 +115,10 @@ def gradient_kernel(
         a = g_lse - g_logp
         ignored = y == ignore_index
         statistics = (y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum)
-        given = (grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap)
-        gradient_half(left, n0, statistics, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
+        operands = (grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap)
+        gradient_half(left, n0, statistics, operands, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
         gradient_half(
-            right, n0 + BN // 2, statistics, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS
+            right, n0 + BN // 2, statistics, operands, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS
         )
 
 

@@ -49,7 +49,7 @@ PARTIALS = 5  # partial sums per row and tile, at most
 def read_half(
     acc,
     n0,
-    given,
+    operands,
     BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -63,17 +63,17 @@ def read_half(
 
     With d = log2(e) z - shift and e = 2^d: sum of e, largest d, sum of e d, sum of d (with the target), sum
     of e^2; with AGAIN also whether a column before the target equals it. With WRITE, e is stored."""
-    grad, bias_ptr, shift, own, y, m0, V, gain, squash, cap = given
+    grad, bias_ptr, shift, target_logit, y, m0, V, gain, squash, cap = operands
     cols = (n0 + tl.arange(0, BN))[None, :]
     d, slope = above_shift(
         acc, shift[:, None], bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP
     )
-    sum_d, plain, sum_sq = tl.zeros_like(shift), tl.zeros_like(shift), tl.zeros_like(shift)
+    sum_d, logit_sum, sum_sq = tl.zeros_like(shift), tl.zeros_like(shift), tl.zeros_like(shift)
     tied = tl.zeros_like(y)
     if SUM:
-        plain = tl.sum(tl.where(cols < V, d, 0.0), 1)
+        logit_sum = tl.sum(tl.where(cols < V, d, 0.0), 1)
     if AGAIN and EXTRA:
-        tied = tl.max(((d == own[:, None]) & (cols < y[:, None])).to(tl.int32), 1)
+        tied = tl.max(((d == target_logit[:, None]) & (cols < y[:, None])).to(tl.int32), 1)
     # NEVER is finite, so that p log p is 0 and not NaN.
     d = tl.where(cols == y[:, None], NEVER, d)
     if n0 + BN > V:
@@ -90,16 +90,16 @@ def read_half(
     if WRITE:
         # Without a softcap the slope is constant, and part of the row factor.
         grad.store([m0, n0], (e * slope if HAS_SOFTCAP else e).to(grad.dtype))
-    return tl.sum(e, 1), top, sum_d, plain, sum_sq, tied
+    return tl.sum(e, 1), top, sum_d, logit_sum, sum_sq, tied
 
 
 @triton.jit
 def any_again(again_ptr, C, BLOCK: tl.constexpr):
-    found = tl.zeros([BLOCK], tl.int32)
+    flags = tl.zeros([BLOCK], tl.int32)
     for start in range(0, C, BLOCK):
         rows = start + tl.arange(0, BLOCK)
-        found = tl.maximum(found, tl.load(again_ptr + rows, mask=rows < C, other=0))
-    return tl.max(found, 0) > 0
+        flags = tl.maximum(flags, tl.load(again_ptr + rows, mask=rows < C, other=0))
+    return tl.max(flags, 0) > 0
 
 
 @cached_launch
@@ -155,13 +155,23 @@ def read_kernel(
             left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
             target = tl.load(targets_ptr + rows, mask=here, other=-1)
             shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
-            own = tl.load(own_ptr + rows, mask=here & AGAIN, other=0.0)
-            given = (grad, bias_ptr, shift, own, target.to(tl.int32), m0, V, gain, squash, cap)
-            total, top, sum_d, plain, sum_sq, tied = read_half(
-                left, n0, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
+            target_logit = tl.load(own_ptr + rows, mask=here & AGAIN, other=0.0)
+            operands = (grad, bias_ptr, shift, target_logit, target.to(tl.int32), m0, V, gain, squash, cap)
+            total, top, sum_d, logit_sum, sum_sq, tied = read_half(
+                left, n0, operands, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
             )
-            total_r, top_r, sum_d_r, plain_r, sum_sq_r, tied_r = read_half(
-                right, n0 + BN // 2, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
+            total_r, top_r, sum_d_r, logit_sum_r, sum_sq_r, tied_r = read_half(
+                right,
+                n0 + BN // 2,
+                operands,
+                BN // 2,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                EXTRA,
+                SUM,
+                SQUARES,
+                WRITE,
+                AGAIN,
             )
             at = partials_ptr + column.to(tl.int64) * C + rows
             tl.store(at, total + total_r, mask=here)
@@ -171,7 +181,7 @@ def read_kernel(
                 if AGAIN:
                     tl.store(again_ptr + rows, TIED, mask=here & ((tied > 0) | (tied_r > 0)))
             if SUM:
-                tl.store(at + 3 * partial_stride, plain + plain_r, mask=here)
+                tl.store(at + 3 * partial_stride, logit_sum + logit_sum_r, mask=here)
             if SQUARES:
                 tl.store(at + (3 + SUM) * partial_stride, sum_sq + sum_sq_r, mask=here)
 
@@ -197,7 +207,7 @@ def read(
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
     transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
-    shift, own = torch.empty_like(out.lse), torch.empty_like(out.lse)
+    shift, target_logit = torch.empty_like(out.lse), torch.empty_like(out.lse)
     strides = (features.stride(0), weight.stride(0))
     sizes = (V, H, *scalars)
     shift_kernel[(C,)](
@@ -206,7 +216,7 @@ def read(
         bias,
         targets,
         shift,
-        own,
+        target_logit,
         sums if summed else shift,
         out.sum_logits if summed else shift,
         *strides,
@@ -221,15 +231,15 @@ def read(
     again = torch.empty(C, dtype=torch.int32, device=features.device)
     programs = programs_of(features)
     grid = (-(-C // ROWS),)
-    found = (targets, shift, own, again, partials, partials.stride(0))
-    operands = (*described(features, weight, gradient), bias, *found, C, V, H, *scalars)
+    row_arguments = (targets, shift, target_logit, again, partials, partials.stride(0))
+    operands = (*described(features, weight, gradient), bias, *row_arguments, C, V, H, *scalars)
     levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
     options = transform | levels | TILE | LAUNCH | {"GROUP": group_of(features), "PROGRAMS": programs}
     row_scale = torch.empty_like(out.lse) if write else None
     grad = out.lse if gradient is None else gradient
     statistics = (
         grad,
-        *found[:-1],
+        *row_arguments[:-1],
         *out.pointers(),
         out.lse if row_scale is None else row_scale,
         grad.stride(0),

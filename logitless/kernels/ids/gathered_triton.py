@@ -57,9 +57,9 @@ def first_slots_kernel(
     before = tl.zeros([SLOTS], tl.int32)
     for begin in range(0, (tl.program_id(1) + 1) * SLOTS, SLOTS):
         other = begin + tl.arange(0, SLOTS)
-        theirs = tl.load(ids_ptr + token + other, mask=other < k, other=-1)
+        other_ids = tl.load(ids_ptr + token + other, mask=other < k, other=-1)
         filled = tl.load(values_ptr + token + other, mask=other < k, other=-float("inf")) != -float("inf")
-        same = (ids[:, None] == theirs[None, :]) & filled[None, :] & (other[None, :] < slot[:, None])
+        same = (ids[:, None] == other_ids[None, :]) & filled[None, :] & (other[None, :] < slot[:, None])
         before |= tl.max(same.to(tl.int32), 1)
     first = (values != -float("inf")) & (before == 0)
     rows = ids - start
@@ -283,25 +283,27 @@ def run_kernel(
 def wrong_slots(ids: Tensor, values: Tensor, V: int, largest: float) -> Tensor:
     n, k = ids.shape
     wrong = torch.empty(2, ids.shape[0], dtype=torch.int8, device=ids.device)
-    given = dense(ids, torch.int64), dense(values, torch.float32)
-    wrong_slots_kernel[(n,)](*given, wrong, n, k, V, largest, SLOTS=COMPARED, num_warps=WARPS)
+    operands = dense(ids, torch.int64), dense(values, torch.float32)
+    wrong_slots_kernel[(n,)](*operands, wrong, n, k, V, largest, SLOTS=COMPARED, num_warps=WARPS)
     return wrong.view(torch.bool)
 
 
 def first_slots(ids: Tensor, values: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    rows, kept = (torch.empty(ids.shape, dtype=x, device=ids.device) for x in (torch.int32, torch.float32))
+    rows, first_values = (
+        torch.empty(ids.shape, dtype=x, device=ids.device) for x in (torch.int32, torch.float32)
+    )
     first_slots_kernel[(ids.shape[0], triton.cdiv(ids.shape[1], COMPARED))](
         dense(ids, torch.int64),
         dense(values, torch.float32),
         rows,
-        kept,
+        first_values,
         ids.shape[1],
         start,
         width,
         SLOTS=COMPARED,
         num_warps=WARPS,
     )
-    return rows, kept
+    return rows, first_values
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:

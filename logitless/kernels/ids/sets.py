@@ -88,7 +88,7 @@ def distinct_slots(
     first = keys < none
     first[1:] &= keys[1:] != keys[:-1]
     at = torch.searchsorted(keys, targets_keys)
-    found = (
+    has_target = (
         keys[at.clamp(max=max(0, keys.shape[0] - 1))] == targets_keys if keys.shape[0] else has_set & False
     )
     # The place of a row's first key; keys below it belong to earlier rows.
@@ -96,15 +96,15 @@ def distinct_slots(
     before = torch.nn.functional.pad(first.cumsum(0), (1, 0))
     ends = torch.searchsorted(keys, (torch.arange(N + 1, device=device) * V).clamp(max=none))
     counts = before[ends].diff()
-    own = number[at.clamp(max=max(0, keys.shape[0] - 1))] if keys.shape[0] else at
-    return Distinct(keys, first, counts, own.clamp(min=0), has_set & ~found, outside)
+    target_slots = number[at.clamp(max=max(0, keys.shape[0] - 1))] if keys.shape[0] else at
+    return Distinct(keys, first, counts, target_slots.clamp(min=0), has_set & ~has_target, outside)
 
 
-def slots_of(found: Distinct, chosen: Tensor, count: int, size: int, V: int) -> Slots:
+def slots_of(distinct: Distinct, chosen: Tensor, count: int, size: int, V: int) -> Slots:
     """The slots of some rows.
 
     Args:
-        found: the distinct ids of all rows.
+        distinct: the distinct ids of all rows.
         chosen: (N,) bool: the rows to take, in their order.
         count: how many these are.
         size: how many slots they have, or more.
@@ -112,23 +112,23 @@ def slots_of(found: Distinct, chosen: Tensor, count: int, size: int, V: int) -> 
     """
     device = chosen.device
     index = torch.nonzero_static(chosen, size=count)[:, 0]
-    bounds = torch.nn.functional.pad(found.counts[index].cumsum(0), (1, 0))
+    bounds = torch.nn.functional.pad(distinct.counts[index].cumsum(0), (1, 0))
     if not size:
         none = torch.empty(0, dtype=torch.int32, device=device)
         return Slots(none, none, bounds, bounds[:-1])
-    row = (found.keys // V).clamp(max=max(0, chosen.shape[0] - 1))
-    taken = torch.nonzero_static(found.first & chosen[row], size=size, fill_value=0)[:, 0]
-    keys = found.keys[taken]
+    row = (distinct.keys // V).clamp(max=max(0, chosen.shape[0] - 1))
+    taken = torch.nonzero_static(distinct.first & chosen[row], size=size, fill_value=0)[:, 0]
+    keys = distinct.keys[taken]
     local = chosen.cumsum(0) - 1
     filled = torch.arange(size, device=device) < bounds[-1]
     # The number of a target among all distinct ids, less those of the rows before it that are not taken.
-    starts = found.counts.cumsum(0) - found.counts
-    own = found.own[index] - starts[index] + bounds[:-1]
+    starts = distinct.counts.cumsum(0) - distinct.counts
+    target_slots = distinct.own[index] - starts[index] + bounds[:-1]
     return Slots(
         torch.where(filled, keys % V, -1).to(torch.int32),
         torch.where(filled, local[row[taken]], count).to(torch.int32),
         bounds,
-        own.clamp(0, size - 1),
+        target_slots.clamp(0, size - 1),
     )
 
 
@@ -177,8 +177,8 @@ def picked_logits(
     part, rows = _of_chunk(slots)
     ids = slots.ids[part]
     columns = ids.clamp(min=0).long()
-    found, _ = head.logits(logits[rows, columns], None if bias is None else bias[columns])
-    z[part] = torch.where(ids >= 0, found, 0.0).to(z.dtype)
+    picked, _ = head.logits(logits[rows, columns], None if bias is None else bias[columns])
+    z[part] = torch.where(ids >= 0, picked, 0.0).to(z.dtype)
 
 
 def _of_chunk(slots: Slots) -> tuple[slice, Tensor]:
@@ -208,18 +208,18 @@ def set_statistics(z: Tensor, slots: Slots, out: TokenBuffers) -> None:
     log_total = torch.where(top > 0, ((-top).exp() + others).log(), others.log1p())
     logps = -(log_total + top)
     lse = z_y - logps
-    found = {"logps": logps, "lse": lse}
-    found["lse_residual"] = torch.where(lse.isfinite(), (z_y - lse) - logps, 0.0)
+    stats = {"logps": logps, "lse": lse}
+    stats["lse_residual"] = torch.where(lse.isfinite(), (z_y - lse) - logps, 0.0)
     if out.entropy is not None:
         log_p = d + logps[rows]
         p = log_p.exp()
-        found["entropy"] = -_summed(torch.where(p > 0, p * log_p, p), rows, n)
+        stats["entropy"] = -_summed(torch.where(p > 0, p * log_p, p), rows, n)
         # Of equal logits the lowest id counts: the ids of a row are in rising order.
         before = torch.arange(part.start, part.stop, device=z.device) < slots.own[rows]
         beaten = _summed(((d > 0) | (before & (d == 0))).to(z.dtype), rows, n)
-        found["is_top1"] = (beaten == 0).to(z.dtype)
+        stats["is_top1"] = (beaten == 0).to(z.dtype)
     for name, buffer in out.items():
-        buffer.copy_(torch.where(filled, found[name].to(buffer.dtype), buffer))
+        buffer.copy_(torch.where(filled, stats[name].to(buffer.dtype), buffer))
 
 
 def _summed(x: Tensor, rows: Tensor, n: int) -> Tensor:
@@ -275,15 +275,15 @@ def _entries(
     logps = stats.logps[rows]
     log_p = torch.where(is_own, logps, (z[part] - z[slots.own][rows]) + logps)
     p = log_p.exp()
-    found = torch.zeros_like(p)
+    gradient = torch.zeros_like(p)
     if grads.logps is not None:
         g = grads.logps[rows]
-        found += torch.where(is_own, -g * torch.expm1(logps), -g * p)
+        gradient += torch.where(is_own, -g * torch.expm1(logps), -g * p)
     if grads.lse is not None:
-        found += grads.lse[rows] * p
+        gradient += grads.lse[rows] * p
     if grads.entropy is not None:
-        found -= grads.entropy[rows] * torch.where(p > 0, p * (log_p + stats.entropy[rows]), p)
-    return part, found * head.derivative_at(z[part])
+        gradient -= grads.entropy[rows] * torch.where(p > 0, p * (log_p + stats.entropy[rows]), p)
+    return part, gradient * head.derivative_at(z[part])
 
 
 def slot_rows(weight: Tensor, slots: Slots, coefficients: Tensor, out: Tensor) -> Tensor:

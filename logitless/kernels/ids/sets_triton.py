@@ -110,16 +110,16 @@ def set_statistics_kernel(
         tops = tl.zeros([SLOTS], tl.float32)
         for begin in range(start, stop, SLOTS):
             slot = begin + tl.arange(0, SLOTS)
-            other = (slot < stop) & (slot != own)
-            d = tl.load(z_ptr + slot, mask=other, other=0.0) - z_y
-            tops = tl.where(other, larger(tops, d), tops)
+            is_other = (slot < stop) & (slot != own)
+            d = tl.load(z_ptr + slot, mask=is_other, other=0.0) - z_y
+            tops = tl.where(is_other, larger(tops, d), tops)
         top = tl.max(tops, 0)
         sums = tl.zeros([SLOTS], tl.float32)
         for begin in range(start, stop, SLOTS):
             slot = begin + tl.arange(0, SLOTS)
-            other = (slot < stop) & (slot != own)
-            d = tl.load(z_ptr + slot, mask=other, other=0.0) - z_y
-            sums += tl.where(other, tl.exp(d - top), 0.0)
+            is_other = (slot < stop) & (slot != own)
+            d = tl.load(z_ptr + slot, mask=is_other, other=0.0) - z_y
+            sums += tl.where(is_other, tl.exp(d - top), 0.0)
         others = tl.sum(sums, 0)
         log_total = tl.where(top > 0.0, tl.log(tl.exp(-top) + others), log1p(others))
         logps = -(log_total + top)
@@ -181,26 +181,26 @@ def set_gradient_kernel(
             z = tl.load(z_ptr + slot, mask=here, other=0.0)
             log_p = tl.where(slot == own, logps, (z - z_y) + logps)
             p = tl.exp(log_p)
-            found = tl.zeros([SLOTS], tl.float32)
+            gradient = tl.zeros([SLOTS], tl.float32)
             if LOGPS:
-                found += tl.load(g_logp_ptr + row) * tl.where(slot == own, complement(logps), -p)
+                gradient += tl.load(g_logp_ptr + row) * tl.where(slot == own, complement(logps), -p)
             if LSE:
-                found += tl.load(g_lse_ptr + row) * p
+                gradient += tl.load(g_lse_ptr + row) * p
             if ENTROPY:
                 surprise = tl.where(p != 0.0, p * (log_p + tl.load(entropy_ptr + row)), 0.0)
-                found -= tl.load(g_entropy_ptr + row) * surprise
+                gradient -= tl.load(g_entropy_ptr + row) * surprise
             slope = gain
             if HAS_SOFTCAP:
                 # `Head.derivative_at` the logit.
                 squashed = z / cap
                 slope = gain * (1.0 - squashed * squashed)
-            found *= slope
+            gradient *= slope
             if DENSE:
                 ids = tl.load(rows_ptr + slot, mask=here, other=-1)
                 place = out_ptr + row * out_stride + ids
-                tl.store(place, found.to(out_ptr.dtype.element_ty), mask=ids >= 0)
+                tl.store(place, gradient.to(out_ptr.dtype.element_ty), mask=ids >= 0)
             else:
-                tl.store(out_ptr + slot, found, mask=here)
+                tl.store(out_ptr + slot, gradient, mask=here)
 
 
 @cached_launch
@@ -302,7 +302,7 @@ def set_gradient(z: Tensor, slots, stats, grads, head, out: Tensor) -> None:
     else:
         check_written(out=out)
     _, (gain, _, cap), flags = vocabulary_arguments(head, None, None, z)
-    given = {"logps": grads.logps, "lse": grads.lse, "entropy": grads.entropy}
+    upstream = {"logps": grads.logps, "lse": grads.lse, "entropy": grads.entropy}
     set_gradient_kernel[(slots.own.shape[0],)](
         dense(z),
         dense(slots.ids),
@@ -310,12 +310,12 @@ def set_gradient(z: Tensor, slots, stats, grads, head, out: Tensor) -> None:
         dense(slots.own),
         dense(stats.logps),
         stats.logps if grads.entropy is None else dense(stats.entropy),
-        *(z if g is None else dense(g, torch.float32) for g in given.values()),
+        *(z if g is None else dense(g, torch.float32) for g in upstream.values()),
         out,
         out.stride(0),
         gain,
         cap,
-        **{name.upper(): g is not None for name, g in given.items()},
+        **{name.upper(): g is not None for name, g in upstream.items()},
         HAS_SOFTCAP=flags["HAS_SOFTCAP"],
         DENSE=out.dim() == 2,
         SLOTS=READ,

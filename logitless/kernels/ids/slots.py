@@ -104,19 +104,19 @@ def statistics(
         slots_triton.statistics(z, ids, stats, out, taken, width, **options)
         return
     first = distinct(ids)
-    kept = targets != ignore_index
+    supervised = targets != ignore_index
     there, at = _found(columns, width)
     taken = torch.full(z.shape, taken, dtype=logits.dtype, device=z.device)
     taken, _ = head.logits(taken, None if bias is None else bias[at])
     others = torch.stack(_others(stats, first & there, taken, width))
     others = others[None] if exchange is None else exchange(others)
-    found = _whole(torch.where(first, z, -torch.inf), z, *others.unbind(1))
+    computed = _whole(torch.where(first, z, -torch.inf), z, *others.unbind(1))
     for name, x in out.items():
-        x.copy_(torch.where(kept if x.dim() == 1 else kept[:, None], found[name], 0.0))
+        x.copy_(torch.where(supervised if x.dim() == 1 else supervised[:, None], computed[name], 0.0))
 
 
 def sparse_grad(
-    known: Mapping[str, Tensor],  # ids (n, k), and what `statistics` found
+    stats: Mapping[str, Tensor],  # ids (n, k), and what `statistics` found
     upstream: Upstream,
     *,
     head: LogitTransform,
@@ -130,13 +130,13 @@ def sparse_grad(
         products of the ids, equal in slots with equal ids; (n,) the row factor of p for all other ids,
         without the entropy's part.
     """
-    ids, logps = known["ids"], known["logps"]
+    ids, logps = stats["ids"], stats["logps"]
     if _runs(logps, ids):
         from logitless.kernels.ids import slots_triton
 
         options = {"head": head, "targets": targets, "ignore_index": ignore_index, "least": LEAST_REST}
-        return slots_triton.sparse_grad(known, upstream, **options)
-    kept = targets != ignore_index
+        return slots_triton.sparse_grad(stats, upstream, **options)
+    supervised = targets != ignore_index
     first = distinct(ids)
     p = logps.exp()
     g = torch.zeros_like(logps)
@@ -151,14 +151,14 @@ def sparse_grad(
         factor = factor + upstream.lse
     if upstream.rest is not None:
         d_z = d_z - upstream.rest[:, None] * p
-        rest = known["rest"]
+        rest = stats["rest"]
         factor = factor - upstream.rest * torch.expm1(rest) * (-rest.clamp(min=LEAST_REST)).exp()
     if upstream.entropy is not None:
-        share = torch.where(p > 0, p * (logps + known["entropy"][:, None]), 0.0)
+        share = torch.where(p > 0, p * (logps + stats["entropy"][:, None]), 0.0)
         d_z = d_z - upstream.entropy[:, None] * share
-    slope = head.derivative_at(logps + known["lse"][:, None])
-    d_x = torch.where((ids >= 0) & kept[:, None], d_z * slope, 0.0)
-    return torch.where(first & kept[:, None], ids, -1), d_x, torch.where(kept, factor, 0.0)
+    slope = head.derivative_at(logps + stats["lse"][:, None])
+    d_x = torch.where((ids >= 0) & supervised[:, None], d_z * slope, 0.0)
+    return torch.where(first & supervised[:, None], ids, -1), d_x, torch.where(supervised, factor, 0.0)
 
 
 def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
@@ -254,7 +254,7 @@ def _whole(
     top = top[:, 0]
     whole = top + log_total
     part = lse - top + residual - log_total
-    found = {
+    stats = {
         "logps": (z - top[:, None]) - log_total[:, None],
         "lse": whole,
         "lse_residual": torch.where(whole.isfinite(), (top - whole) + log_total, 0.0),
@@ -263,7 +263,7 @@ def _whole(
     if entropy is not None:
         log_p = (own - top[:, None]) - log_total[:, None]
         shares = part.exp()
-        found["entropy"] = (shares * entropy - torch.xlogy(shares, shares)).sum(0) - torch.where(
+        stats["entropy"] = (shares * entropy - torch.xlogy(shares, shares)).sum(0) - torch.where(
             log_p > -torch.inf, log_p.exp() * log_p, 0.0
         ).sum(1)
-    return found
+    return stats

@@ -193,8 +193,8 @@ def sparse_grad_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot, ids = slots_of(ids_ptr, row, k, 0, K)
-    kept = tl.load(targets_ptr + row) != ignore_index
-    there = (ids >= 0) & kept
+    supervised = tl.load(targets_ptr + row) != ignore_index
+    there = (ids >= 0) & supervised
     logps = tl.load(logps_ptr + row * k + slot, mask=slot < k, other=0.0)
     p = tl.exp(logps)
     # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
@@ -220,9 +220,9 @@ def sparse_grad_kernel(
         squashed = (logps + tl.load(lse_ptr + row)) / cap
         slope = gain * (1.0 - squashed * squashed)
     last = row * k + slot
-    tl.store(columns_ptr + last, tl.where(first & kept, ids, -1).to(tl.int64), mask=slot < k)
+    tl.store(columns_ptr + last, tl.where(first & supervised, ids, -1).to(tl.int64), mask=slot < k)
     tl.store(entries_ptr + last, tl.where(there, d_z * slope, 0.0), mask=slot < k)
-    tl.store(factor_ptr + row, tl.where(kept, factor, 0.0))
+    tl.store(factor_ptr + row, tl.where(supervised, factor, 0.0))
 
 
 @cached_launch
@@ -266,8 +266,8 @@ def pop_logits(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor 
     n, k = ids.shape
     z = torch.empty((n, k), dtype=torch.float32, device=logits.device)
     bias, scalars, flags = _transform(head, bias, z)
-    given = logits, dense(ids), bias, z, logits.stride(0), logits.shape[1], k, taken, *scalars
-    pop_logits_kernel[(n,)](*given, **flags, **sizes(k))
+    operands = logits, dense(ids), bias, z, logits.stride(0), logits.shape[1], k, taken, *scalars
+    pop_logits_kernel[(n,)](*operands, **flags, **sizes(k))
     return z
 
 
@@ -312,11 +312,11 @@ def statistics(
 
 
 def sparse_grad(
-    known: Mapping[str, Tensor], upstream, *, head, targets, ignore_index, least: float
+    stats: Mapping[str, Tensor], upstream, *, head, targets, ignore_index, least: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ids, logps = dense(known["ids"]), dense(known["logps"])
+    ids, logps = dense(stats["ids"]), dense(stats["logps"])
     n, k = ids.shape
-    columns, found = torch.empty_like(ids), torch.empty_like(logps)
+    columns, entries = torch.empty_like(ids), torch.empty_like(logps)
     factor = logps.new_empty(n)
     _, (gain, _, cap), flags = _transform(head, None, logps)
     used = {"rest": upstream.rest is not None, "entropy": upstream.entropy is not None}
@@ -324,11 +324,11 @@ def sparse_grad(
         ids,
         dense(targets),
         logps,
-        dense(known["lse"]),
-        *(dense(known[name]) if wanted else logps for name, wanted in used.items()),
+        dense(stats["lse"]),
+        *(dense(stats[name]) if wanted else logps for name, wanted in used.items()),
         *(logps if g is None else dense(g, torch.float32) for g in upstream),
         columns,
-        found,
+        entries,
         factor,
         k,
         ignore_index,
@@ -342,7 +342,7 @@ def sparse_grad(
         HAS_SOFTCAP=flags["HAS_SOFTCAP"],
         **sizes(k),
     )
-    return columns, found, factor
+    return columns, entries, factor
 
 
 def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
