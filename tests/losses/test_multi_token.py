@@ -241,6 +241,10 @@ def test_products_of_isolated_depths(isolated, monkeypatch):
     assert len(counted) == (3 + 2 * 3 if isolated else 3 * 4)
 
 
+def call(loss, **base):
+    return loss(torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long(), **base)
+
+
 BAD = {
     "zero heads": (lambda: MedusaHeads(H, V, 0), "num_heads: expected at least 1"),
     "layers": (lambda: MedusaHeads(H, V, 1, -1), "num_layers: expected 0 or more"),
@@ -249,25 +253,12 @@ BAD = {
         "weight: expected the base head",
     ),
     "coefficients": (
-        lambda: MedusaLoss(coefficients=(1.0,))(
-            torch.zeros(1, 4, H),
-            MedusaHeads(H, V, 2),
-            torch.zeros(1, 4).long(),
-            base_weight=torch.zeros(V, H),
-        ),
+        lambda: call(MedusaLoss(coefficients=(1.0,)), base_weight=torch.zeros(V, H)),
         "coefficients: expected 2 numbers",
     ),
-    "no base": (
-        lambda: MedusaLoss()(torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long()),
-        "base_weight: expected the base head",
-    ),
+    "no base": (lambda: call(MedusaLoss()), "base_weight: expected the base head"),
     "vocabulary": (
-        lambda: MedusaLoss()(
-            torch.zeros(1, 4, H),
-            MedusaHeads(H, V, 2),
-            torch.zeros(1, 4).long(),
-            base_weight=torch.zeros(V + 1, H),
-        ),
+        lambda: call(MedusaLoss(), base_weight=torch.zeros(V + 1, H)),
         f"base_weight: expected {V} rows",
     ),
     "reduction": (lambda: MedusaLoss(reduction="none"), "reduction: expected 'mean' or 'sum'"),

@@ -8,33 +8,16 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from logitless import Batch, LogitsLoss, Term, TokenLoss, TokenStats
+from logitless import LogitsLoss, Term, TokenLoss
+from tests.losses.every_loss import BrierLoss, FocalLoss
 from tests.support import DEVICE, relative_error
 
 H, V = 16, 300
 ROW = V * 8  # bytes of a row of fp64 logits
 
 
-# -- the two README examples, and others that reach every corner of the engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class FocalLoss(TokenLoss):
-    gamma: float = 2.0
-
-    def terms(self, stats: TokenStats, batch: Batch):
-        return {"focal": Term((1 - stats.logps.exp()) ** self.gamma * -stats.logps)}, {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BrierLoss(LogitsLoss):
-    def terms(self, logits: Tensor, batch: Batch):
-        p = logits.softmax(-1)
-        columns, _ = batch.columns(batch.targets)
-        target = p.gather(1, columns[:, None])[:, 0]
-        return {"brier": Term(p.square().sum(-1) - 2 * target + 1)}, {}
+# -- losses that, beside the two of every_loss, reach every scope and strategy of the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +252,6 @@ def test_undeclared_metrics_and_unknown_inputs_say_so():
         )
 
 
-ALIVE: list = []
-
-
 @dataclass(frozen=True, kw_only=True)
 class EntropyAlone(TokenLoss):
     differentiates: ClassVar = ("entropy",)
@@ -288,6 +268,9 @@ def test_a_loss_without_a_gradient_of_logps_returns_them():
     truth = (hidden.detach() @ weight.T).log_softmax(-1)[range(5), range(5)]
     assert torch.allclose(out.tokens["logps"], truth, rtol=1e-5)
     assert out.tokens["d_logps"].eq(0).all() and hidden.grad.norm() > 0
+
+
+ALIVE: list = []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,38 +71,21 @@ def same(one, other, rtol=1e-9):
         torch.testing.assert_close(one.grads[name], other.grads[name], rtol=rtol, atol=1e-12)
 
 
+CHOICES = [*({"logits_budget": budget} for budget in (1, 1_700, 5_000, 20_000)), {"compact": False}]
+
+
 @one_row_warning
 @frozen
 @engines
-def test_budget_never_changes_the_result(engine, trainable):
-    h, w, targets, b = operands((53,), 8, 100, torch.float64, ignored=0.3)
+def test_budget_and_compact_never_change_the_result(engine, trainable):
+    h, w, targets, b = operands((53,), 8, 100, torch.float64, ignored=0.4)
 
-    def outcome(budget):
-        head = {"logits_budget": budget}
+    def outcome(head):
         return run(lambda *a, **k: engine(*a, **k, head=head), h, w, targets, b, 0.3, TRAINABLE[trainable])
 
-    whole = outcome(None)
-    for budget in (1, 1_700, 5_000, 20_000):
-        same(outcome(budget), whole)
-
-
-@frozen
-@engines
-def test_compact_never_changes_the_result(engine, trainable):
-    h, w, targets, b = operands((53,), 8, 100, torch.float64, ignored=0.5)
-    outcomes = [
-        run(
-            lambda *a, **k: engine(*a, **k, head={"compact": compact}),
-            h,
-            w,
-            targets,
-            b,
-            0.3,
-            TRAINABLE[trainable],
-        )
-        for compact in (True, False)
-    ]
-    same(*outcomes)
+    whole = outcome({"logits_budget": None})
+    for choice in CHOICES:
+        same(outcome(choice), whole)
 
 
 # A loss, whether the head trains, and what its plan says of products.

@@ -232,7 +232,6 @@ def call(loss, B=4, **inputs):
 
 
 REF = {"ref_logps": torch.zeros(4, device=DEVICE)}
-PACKED = torch.tensor([0, 2, 4, 6], device=DEVICE)
 BAD = {
     "odd": (lambda: call(SimPOLoss(), 3), "hidden: expected a multiple of 2"),
     "no reference": (lambda: call(DPOLoss()), "ref_logps: expected one of"),
@@ -262,10 +261,6 @@ BAD = {
         ),
         "ref_bias: expected",
     ),
-    "reference shape": (
-        lambda: call(DPOLoss(), ref_logps=torch.zeros(3)),
-        r"ref_logps: expected shape \(4,\)",
-    ),
     "loss type": (lambda: DPOLoss(loss_type="dpo"), "loss_type: expected one of .*'sigmoid'.*'sft'"),
     "no loss type": (lambda: DPOLoss(loss_type=()), "loss_type: expected at least one"),
     "loss weights": (
@@ -293,10 +288,6 @@ BAD = {
         lambda: call(KTOLoss(), labels=torch.zeros(3, dtype=torch.bool), kl=0.0, **REF),
         r"labels: expected shape \(4,\)",
     ),
-    "label shape": (
-        lambda: call(KTOLoss(), labels=torch.zeros(4, 1), kl=0.0, **REF),
-        "labels: expected shape",
-    ),
     "no kl": (
         lambda: call(KTOLoss(), labels=torch.zeros(4, dtype=torch.bool), **REF),
         "kl: expected a number",
@@ -317,35 +308,8 @@ BAD = {
         lambda: SimPOLoss()(torch.zeros(6, 4), torch.zeros(7, 4), torch.zeros(6, dtype=torch.int64)),
         r"hidden: expected shape \(B, T",
     ),
-    "boundaries": (
-        lambda: SimPOLoss()(
-            torch.zeros(9, 4),
-            torch.zeros(7, 4),
-            torch.zeros(9, dtype=torch.int64),
-            cu_seqlens=torch.tensor([0, 2, 8]),
-        ),
-        "cu_seqlens: expected non-decreasing boundaries from 0 to 9",
-    ),
-    "falling boundaries": (
-        lambda: SimPOLoss()(
-            torch.zeros(6, 4),
-            torch.zeros(7, 4),
-            torch.zeros(6, dtype=torch.int64),
-            cu_seqlens=torch.tensor([0, 7, 6]),
-        ),
-        "cu_seqlens: expected non-decreasing",
-    ),
-    "boundary dtype": (
-        lambda: SimPOLoss()(
-            torch.zeros(6, 4),
-            torch.zeros(7, 4),
-            torch.zeros(6, dtype=torch.int64),
-            cu_seqlens=PACKED[:3] * 1.0,
-        ),
-        "cu_seqlens: expected .* int64",
-    ),
     "padded and packed": (
-        lambda: call(SimPOLoss(), cu_seqlens=PACKED[:3]),
+        lambda: call(SimPOLoss(), cu_seqlens=torch.tensor([0, 2, 4])),
         r"hidden: expected shape \(N, H\) with cu_seqlens",
     ),
 }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from logitless import DistillationLoss, linear_logprobs, linear_topk
 from tests import reference
 from tests.cases import TRAINABLE, covering_array, dtypes, one_row_warning, operands
-from tests.ranks import in_processes
+from tests.ranks import in_processes, random
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, run
 
 SHAPES = {"1": ((1,), 16, 1000), "7": ((7,), 8, 17), "3x43": ((3, 43), 8, 131)}
@@ -93,15 +93,6 @@ def test_any_loss_of_the_outputs(case, dtype):
     assert_close(actual.value, truth.value, naive.value, name="value")
     for name in truth.grads:
         assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
-
-
-def test_one_id_is_the_single_target():
-    h, w, targets, b = operands((21,), 8, 50, torch.float32, ignored=0.3)
-    several = linear_logprobs(h, w, targets[:, None], bias=b, entropy=True)
-    single = linear_logprobs(h, w, targets, bias=b, entropy=True)
-    torch.testing.assert_close(several.logps[:, 0], single.logps)
-    torch.testing.assert_close(several.entropy, single.entropy)
-    torch.testing.assert_close(several.lse, single.lse)
 
 
 def test_certain_tokens_keep_their_digits():
@@ -281,11 +272,6 @@ def test_bad_input(name):
 # Two ranks with a shard each, one smaller than k.
 
 SIZES, V, H, N = (5, 26), 31, 6, 12
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def sharded_cases():

@@ -29,8 +29,7 @@ from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss
 from logitless.losses.distillation import NAMES
 from logitless.losses.logprobs import TokenStatistics
-from logitless.parallel.vocabulary import IGNORED, ShardedVocabulary
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, here, on_devices, random
 from tests.support import AllocationWatcher
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
@@ -64,12 +63,6 @@ class Answer:
     metrics: dict
     plan: object = None
     tokens: dict = field(default_factory=dict)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu"
-    )
 
 
 def targets() -> Tensor:
@@ -539,23 +532,3 @@ def test_bad_input(ranks, what, message):
         pytest.skip("a device-side assertion ends the process's use of the GPU")
     for rank in ranks:
         assert re.search(message, rank["errors"][what]), rank["errors"][what]
-
-
-def test_columns_of_a_shard():
-    shard = FakeShard(1)
-    ids = torch.tensor([0, 29, 30, 46, -100])
-    assert shard.columns(ids, -100)[0].tolist() == [17, 17, 0, 16, IGNORED]
-    # The ignored id may lie inside.
-    assert shard.columns(ids, 30)[0].tolist()[2] == IGNORED
-
-
-class FakeGroup:
-    def __init__(self, rank):
-        self._rank = rank
-
-    def rank(self):
-        return self._rank
-
-
-def FakeShard(rank):  # noqa: N802
-    return ShardedVocabulary(FakeGroup(rank), SIZES[2])

@@ -253,21 +253,6 @@ def test_against_full_logits(case):
     compared(w, loss_of(case), case)
 
 
-@pytest.mark.parametrize("steps", range(1, 6))
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_every_divergence_of_every_number_of_steps(divergence, steps):
-    case = {
-        "divergence": divergence,
-        "ids": "full",
-        "hard": 0.0,
-        "labels": False,
-        "masked": True,
-        "offset": 1,
-    }
-    case |= {"drop": False, "head": "plain", "reduction": "mean", "chunk": "small", "zero": False}
-    compared(World(steps=steps, seed=steps), loss_of(case), case)
-
-
 BLOCKS = {
     "divergence": ["forward_kl", "lk_hybrid"],
     "rows": ["sequences", "packed"],
@@ -293,29 +278,9 @@ def test_blocks(case):
     compared(w, loss_of(case), case)
 
 
-def test_blocks_at_every_position_are_the_sequence():
-    w = World(dtype=torch.float32)
-    loss, given = SpeculatorLoss(), {"teacher_hidden": w.teacher_hidden, "teacher_weight": w.teacher_weight}
-    given |= {"draft_ids": w.draft_ids}
-    starts = torch.arange(7, device=DEVICE).expand(3, 7)
-    whole, blocks = (loss(w.hiddens, w.weight, **given, **more) for more in ({}, {"starts": starts}))
-    assert torch.equal(whole.loss, blocks.loss) and whole.metrics == blocks.metrics
-
-
 def call_of(w: World, **given):
     given |= {"teacher_hidden": w.teacher_hidden, "teacher_weight": w.teacher_weight}
     return {"draft_ids": w.draft_ids, "bias": w.bias} | given
-
-
-def test_packed_documents_are_the_documents_alone():
-    w, loss = World(packed=True, dtype=torch.float32), SpeculatorLoss(reduction="sum")
-    packed = loss(w.hiddens, w.weight, **call_of(w, **w.packing)).loss
-    alone, start = 0.0, 0
-    for length in w.lengths:
-        cut = slice(start, start + length)
-        given = call_of(w) | {"teacher_hidden": w.teacher_hidden[cut]}
-        alone, start = alone + loss([x[cut] for x in w.hiddens], w.weight, **given).loss, start + length
-    assert torch.allclose(packed, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -124,22 +124,3 @@ def test_layouts(name, operand, layout):
     )
     for found, expected in zip(outcome(name, x), expected_of, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("operand", ["targets", "bias", "class_weights"])
-def test_as_users_index(operand):
-    """One column of labels (N, 3), and every second entry of vectors twice as long."""
-    x = inputs()
-    x = {key: value.flatten(0, 1) if value.shape[:2] == (B, T) else value for key, value in x.items()}
-    wide = {
-        "targets": torch.stack((x["targets"] * 0, x["targets"] * 0 + V, x["targets"]), dim=1),
-        "bias": torch.stack((x["bias"], torch.full_like(x["bias"], torch.inf)), dim=1).flatten(),
-        "class_weights": torch.stack(
-            (x["class_weights"], torch.full_like(x["bias"], torch.nan)), dim=1
-        ).flatten(),
-    }[operand]
-    indexed = wide[:, -1] if operand == "targets" else wide[::2]
-    assert torch.equal(indexed, x[operand]) and not indexed.is_contiguous()
-    for name in ("cross-entropy, all rows", "smoothed", "per token"):
-        for found, expected in zip(outcome(name, x | {operand: indexed}), outcome(name, x), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.vocabulary import (
     IGNORED,
     WHOLE_VOCABULARY,
@@ -38,22 +37,6 @@ def shard(rank: int) -> ShardedVocabulary:
 
 
 ranks = pytest.mark.parametrize("rank", range(len(SIZES)))
-
-
-def test_the_whole_vocabulary_changes_nothing():
-    whole, x = WHOLE_VOCABULARY, torch.randn(3, V)
-    assert not whole.sharded and whole.total(V) == whole.max_shard_rows(V) == V
-    targets = torch.tensor([3, -100, 10, 7])
-    assert whole.columns(targets, 7) == (targets, 7)
-    assert whole.local(None) is None and whole.local(x) is x and whole.reduce(x) is x
-    assert whole.start_sum(x) is None
-    stats = TokenBuffers(logps=x[:, 0].clone(), lse=x[:, 1].clone(), lse_residual=x[:, 2].clone())
-    whole.merge_stats(stats, targets)
-    assert torch.equal(stats.logps, x[:, 0])
-    factor = torch.rand(3)
-    assert whole.merge_gradient(x, targets, stats, factor, LogitTransform()) is factor
-    weight = torch.randn(V, 4)
-    assert torch.equal(whole.rows_of(weight, torch.tensor([2, 9])), weight[[2, 9]])
 
 
 def test_functions_of_the_logits():
@@ -113,6 +96,7 @@ def test_a_lone_shard_is_the_whole():
     """A shard without a process group: the arithmetic of shards must leave the only one as it is."""
     lone, z = LoneShard(None, (V,)), torch.randn(6, V, dtype=torch.float64, requires_grad=True)
     assert lone.sharded and (lone.start, lone.width, lone.total(V), lone.max_shard_rows(V)) == (0, V, V, V)
+    assert WHOLE_VOCABULARY.total(V) == WHOLE_VOCABULARY.max_shard_rows(V) == V
     for name in ("log_softmax", "norm", "argmax"):
         torch.testing.assert_close(getattr(lone, name)(z), getattr(WHOLE_VOCABULARY, name)(z))
     for name in ("log_softmax", "norm"):
