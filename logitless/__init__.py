@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckReport", "Estimate", "__version__", "check", "estimate"]
 __all__ += losses.__all__  # a form that type checkers know
 
-# What training does not need is loaded with its first use.
+# Names that training does not need are imported on first use.
 _LATER = {
     "CheckReport": "tools.check",
     "check": "tools.check",

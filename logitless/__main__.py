@@ -1,4 +1,4 @@
-"""What can be asked of an installation:
+"""The commands of the library:
 
 python -m logitless doctor
 python -m logitless check yours.py:YourLoss
@@ -119,7 +119,7 @@ def _add_options(made: argparse.ArgumentParser) -> None:
 
 
 def _option(text: str) -> tuple[str, object]:
-    """NAME=VALUE, where what is no Python literal is a word, or a dtype of torch."""
+    """NAME=VALUE: VALUE is a dtype of torch, a Python literal, or otherwise text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}; write beta=0.2.")

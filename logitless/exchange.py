@@ -45,9 +45,9 @@ def exchange(
 
     Args:
         module: the one module to change.
-        key: names what is done, such as "loss"; one module takes each key once.
+        key: name of the exchange, such as "loss"; a module has at most one exchange per key.
         forward: `stock` is the forward pass without this exchange, bound to the module that is called.
-        state: what `forward` needs beside the module; a deep copy of the module has a deep copy of it.
+        state: the state that `forward` receives; a deep copy of the module has a deep copy of the state.
         copied: whether a deep copy of the module has the exchange too; without it the copy is a stock module.
 
     Returns:
@@ -65,8 +65,8 @@ def exchange(
             f"that first."
         )
     if key in entries:
-        # Undone below another exchange, or below a forward pass that was put on the instance: its class is
-        # still there.
+        # The earlier exchange under this key was undone below another exchange, or below a forward pass on
+        # the instance, so its class is still in use.
         entry = entries[key]
         entry.forward = forward
         entry.state = state
@@ -89,7 +89,7 @@ def exchange(
 def exchanged(module: nn.Module, key: str, forward: Callable, state: Any) -> Iterator[None]:
     """Context manager of `exchange`; on exit, an earlier exchange under `key` is restored.
 
-    A deep copy that is made meanwhile is a stock module.
+    A deep copy that is made inside the context is a stock module.
     """
     entry = module.__dict__.get(STATES, {}).get(key)
     if entry is None or not entry.live:
@@ -129,7 +129,7 @@ def withdraw(module: nn.Module, key: str) -> None:
 
 
 def state_of(module: nn.Module, key: str) -> Any:
-    """What `exchange` was given for this module under `key`; None if it has no such exchange."""
+    """The `state` of the module's exchange under `key`; None if the module has no such exchange."""
     entry = module.__dict__.get(STATES, {}).get(key)
     return None if entry is None or not entry.live else entry.state
 

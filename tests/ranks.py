@@ -128,6 +128,12 @@ def here(x: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.get_default_device()), x)
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers in fp64 on the CPU, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
 def device_type() -> str:
     """Of this rank, for device meshes."""
     return torch.get_default_device().type

@@ -89,7 +89,8 @@ class Batch:
         self.V = V
         self.segments = segments
         # Not as default arguments: Dynamo does not trace defaults that are instances of our classes.
-        self.vocabulary, self._sequences = vocabulary or WHOLE_VOCABULARY, sequences or WHOLE_SEQUENCES
+        self.vocabulary = vocabulary or WHOLE_VOCABULARY
+        self._sequences = sequences or WHOLE_SEQUENCES
         self.ignored = None if ignore_index is None else targets == ignore_index
         self.absent = tuple(name for name, x in inputs.items() if x is None)
         for name, value in inputs.items():

@@ -91,7 +91,7 @@ class HeadCall:
     # Whether the statistics come from logits that were never rounded: fp32 accumulators of a kernel that
     # projects a chunk and computes its statistics. It depends on loss, device, dtypes and head, not on the
     # number of rows or the grad mode, so that every pass over the same rows sees the same logits. With a
-    # sharded head it is this rank's answer until `shards` has that of all ranks.
+    # sharded head the value is this rank's until `shards` has the kernels of all ranks.
     fp32_logits: bool = field(init=False)
     logits_dtype: torch.dtype = field(init=False)
 

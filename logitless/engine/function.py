@@ -205,7 +205,8 @@ class FusedLinearBase(torch.autograd.Function):
             ctx.save_for_backward(*tensors, *saved, *outputs)
             loss = signature.loss
             objective = loss.objective
-            names, differentiable = objective.statistic_names(loss), objective.differentiable_names(loss)
+            names = objective.statistic_names(loss)
+            differentiable = objective.differentiable_names(loss)
             plain = [x for name, x in zip(names, outputs, strict=True) if name not in differentiable]
             ctx.mark_non_differentiable(*plain)
         return outputs
@@ -234,7 +235,8 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
 
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
-    saved, run = ctx.saved_tensors, ctx.run
+    saved = ctx.saved_tensors
+    run = ctx.run
     tensors = saved[: ctx.count]
     dlogp_dhidden = saved[ctx.count]
     statistics = saved[ctx.count + 1 :]
@@ -252,7 +254,8 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
 
 
 def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
-    run, tensors = ctx.run, ctx.saved_tensors
+    run = ctx.run
+    tensors = ctx.saved_tensors
     _expect_one(upstream[0], on_host=run.signature.loss.compact and not compiling)
     if compiling:
         key = operators.graph_key(run.signature)

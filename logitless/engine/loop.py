@@ -63,7 +63,7 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
             head.take(chunk)  # features (C, H); targets as this rank's columns
             objective.fill(chunk, head)  # reference or teacher, product 1, statistics if the step reads
             # A gradient that `fill` wrote lacks only a factor per row. Queue product 2 before the host
-            # evaluates the loss, so that the GPU is busy meanwhile.
+            # evaluates the loss, so that the GPU is busy during the evaluation.
             if chunk.gradient is not None:
                 beside = side_stream(buffer.device, useful=step.evaluate is not None)
                 head.backproject(chunk)  # product 2; nothing where hidden needs no gradient

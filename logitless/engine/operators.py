@@ -34,7 +34,8 @@ _SIGNATURES: dict[str, "Registered"] = {}
 _LOSSES: dict[str, LossSpec] = {}
 _GROUPS: dict[str, dict[str, weakref.ref]] = {}
 _MODULES: dict[str, nn.Module] = {}
-_LOCK, _NUMBERS = threading.Lock(), itertools.count()
+_LOCK = threading.Lock()
+_NUMBERS = itertools.count()
 
 
 class Registered(NamedTuple):
@@ -299,7 +300,8 @@ def accumulate(
 ) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
     """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], fixed_dtypes=fixed_dtypes, main=main)
-    gradients, (hidden, _, bias, _) = solved.gradients, call.slots
+    gradients = solved.gradients
+    hidden, _, bias, _ = call.slots
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
     dtypes = call.hidden.dtype, None if d_bias is None else call.bias.dtype
     sums = gradients.sums.get(hidden), d_bias

@@ -118,7 +118,8 @@ def kinds_of(
     if not needs_logits(loss):
         kind = torch.where(single, CERTAIN, kind)
     kind = torch.where(distinct.counts == 0, PLAIN, kind)
-    picked, gathered = kind == PICKED, kind == GATHERED
+    picked = kind == PICKED
+    gathered = kind == GATHERED
     slots = [torch.where(which, distinct.counts, 0).sum() for which in (picked, gathered)]
     counts = torch.stack([picked.sum(), gathered.sum(), (kind == CERTAIN).sum(), *slots, single.sum()])
     marks = [_missing(distinct.missing & sound)]
@@ -133,7 +134,8 @@ def kinds_of(
 
 def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool) -> Rows:
     """`rows` with their `Replay`; those of a loss of single tokens come back in chunk order."""
-    distinct, kind = kinds.found, kinds.kind
+    distinct = kinds.found
+    kind = kinds.kind
     if not compact:
         every = torch.ones_like(kind, dtype=torch.bool)
         slots = slots_of(distinct, every, rows.count, distinct.keys.shape[0], V)

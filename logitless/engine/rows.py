@@ -197,7 +197,7 @@ def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens:
 
 
 def boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
-    """The fault of wrong boundaries; `name` is that of the argument. `_counted` counts it."""
+    """The fault of wrong boundaries, which `_counted` counts; `name`: name of the argument."""
     remedy = "let them cover every token of hidden once"
     details = partial(_seen_boundaries, cu_seqlens, N, remedy)
     return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, details)

@@ -32,7 +32,8 @@ class TeacherRows(NamedTuple):
         sizes = [min(self.piece, rows - at) for at in range(0, rows, self.piece)]
         counts = [last + 1 - first for first, last in zip(self.first, self.last, strict=True)]
         if len(sizes) > 1:  # a short last piece is part of a longer chunk
-            size, count = sizes.pop(), counts.pop()
+            size = sizes.pop()
+            count = counts.pop()
             sizes[-1] += size
             counts[-1] += count
         return max(count / size for count, size in zip(counts, sizes, strict=True))

@@ -130,7 +130,8 @@ class _Table:
         if len(kinds) > 1:
             return torch.stack([self.take_one(x) for x in values])
         (kind,) = kinds
-        sums, start = self._sums[kind], self._taken[kind]
+        sums = self._sums[kind]
+        start = self._taken[kind]
         self._taken[kind] += len(values)
         return sums if sums.shape[0] == len(values) else sums[start : start + len(values)]
 

@@ -17,8 +17,8 @@ from types import ModuleType
 import torch
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The packages of this one for a GPU generation, by the major number of its compute capability. Newer GPUs can
-# run Hopper's kernels, but none was tried.
+# Subpackages with the kernels of one GPU generation, by the major number of its compute capability. Newer
+# GPUs can run Hopper's kernels, but no newer GPU was tested.
 GENERATIONS = {9: "hopper"}
 # The generation that `planned_for` has set; None outside of it.
 _planned: int | None = None
@@ -26,10 +26,10 @@ _planned: int | None = None
 
 @contextmanager
 def planned_for(generation: int) -> Iterator[None]:
-    """Plan for a GPU that is not here: while this is active, `uses_triton`, `fused_products` and
-    `piece_bytes` of matmul.py answer as on a GPU of this generation, for tensors on any device.
+    """Plan for a GPU of another machine: in this context, `uses_triton`, `fused_products` and `piece_bytes`
+    of matmul.py return the results of a GPU of this generation, for tensors on any device.
 
-    No kernel may be launched meanwhile, in any thread.
+    No thread may launch a kernel in this context.
     """
     global _planned
     before, _planned = _planned, generation
@@ -40,7 +40,7 @@ def planned_for(generation: int) -> Iterator[None]:
 
 
 def plans_elsewhere() -> bool:
-    """Whether a GPU is planned for that is not here."""
+    """Whether the context of `planned_for` is active."""
     return _planned is not None
 
 
@@ -52,7 +52,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def _triton_runs(device_type: str) -> bool:
     if not _HAS_TRITON:
         return False
-    # Triton's own switch for running kernels in its interpreter, which is how they are tested without a GPU.
+    # Triton's switch for its interpreter, in which the kernels are tested without a GPU.
     return device_type in ("cuda", "xpu") or (
         device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     )

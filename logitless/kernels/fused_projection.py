@@ -28,7 +28,7 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
     that dtype.
 
     Every row must start at a multiple of 16 bytes. H and the width of a head may differ: with LoRA on the
-    head, H includes the adapter's columns, and a reference model has a hidden size of its own.
+    head, H includes the adapter's columns, and a reference model may have another hidden size.
     """
     return H * dtype.itemsize % 16 == 0 and all(
         (products := fused_products(head.device)) is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` itself if it is contiguous and in `dtype` (default: its own dtype), else a copy that is.
+    """`x` if it is contiguous and in `dtype` (default: the dtype of `x`), else a contiguous copy in `dtype`.
 
     `.float()` alone is not enough: it returns an fp32 tensor unchanged, with its strides.
     """

@@ -179,7 +179,7 @@ def linear_cross_entropy(
         token_weights: (...), like targets.
         shift: targets are unshifted labels of the same length: position i predicts targets[i + 1].
         mask: (...), like targets, and shifted with them; the tokens that count.
-        num_items: what the mean divides by; default the number of supervised tokens.
+        num_items: divisor of the mean; default: the number of supervised tokens.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 

@@ -303,7 +303,7 @@ class JSDLoss(DistillationLoss):
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
-    last entry being that of all other ids."""
+    last entry being the log-probability of all other ids together."""
     filled = values > -torch.inf
     teacher = torch.where(filled, values.to(student.dtype), MIN_LOGPROB)
     picked = torch.where(filled, student.gather(-1, ids), MIN_LOGPROB)

@@ -49,7 +49,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         average_logps: divide the log-probabilities of a sequence, under policy and reference, by its length.
             None is TRL's choice: True for ipo and sigmoid_norm, False for the others; sft is a mean over
             tokens in any case. References given as `ref_logps` per sequence are sums, and metrics are of
-            sums, whatever this says.
+            sums, regardless of this option.
         label_smoothing: share of flipped labels; cDPO for "sigmoid", and the parameter of exo_pair, robust,
             aot and aot_unpaired.
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (f-DPO).
@@ -123,7 +123,8 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         self._check_combinations()
 
     def _check_numbers(self) -> None:
-        smoothing, alpha = self.label_smoothing, self.ld_alpha
+        smoothing = self.label_smoothing
+        alpha = self.ld_alpha
         if self.beta <= 0:
             raise value_error("beta", "a positive number", self.beta, "TRL's default is 0.1")
         if not 0 <= smoothing <= 1:

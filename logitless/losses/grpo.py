@@ -48,8 +48,8 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         entropy_coef: weight of the entropy bonus, a mean over the call's tokens, differentiated.
         use_bias_correction_kl: multiply the KL by the ratio.
         top_entropy_quantile: share of the tokens, those of highest entropy, that surrogate and bonus keep.
-        off_policy_mask_threshold: drop sequences of negative advantage whose tokens the sampler found
-            likelier than this, on average.
+        off_policy_mask_threshold: drop sequences of negative advantage for which the mean of
+            sampling_logp - logp over the tokens exceeds this threshold.
         max_completion_length: of dr_grpo.
         sapo_temperature_neg: tau where the advantage is not positive.
         sapo_temperature_pos: tau where it is.
@@ -243,7 +243,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if self.by_sequence:
             exact = exact & batch.spread(batch.lengths == 1)
         slope = torch.where(exact, -(d * ratio).detach(), 0.0)
-        # d rises by what logp falls: a difference of 0 with that derivative.
+        # d.detach() - d is 0, and its derivative by logp is 1.
         return torch.where(exact, plain.detach() + slope * (d.detach() - d), plain)
 
     def flag(self, x: Tensor, batch: Batch) -> Term:
@@ -277,7 +277,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             return {"policy": Term(values, over=self.unit)}
         of = "tokens"
         if self.cp_group is not None and self.scope != "token" and self.unit == "sequences":
-            values, of = batch.sum_by_sequence(values), "sequences"  # as `context_parallel` demands
+            # With `cp_group`, a term over sequences has one value per sequence.
+            values = batch.sum_by_sequence(values)
+            of = "sequences"
         terms = {"policy": Term(values, over=self.unit, of=of)}
         if self.entropy_coef:
             weight = (

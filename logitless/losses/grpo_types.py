@@ -68,7 +68,7 @@ FLAGS = {
     sapo: (),
     vespo: ("vespo/phi_seq_mean",),
 }
-# Types whose mean is over sequences; that of the others is over tokens.
+# Types whose mean is over sequences; the mean of the other types is over tokens.
 PER_SEQUENCE = ("grpo", "sapo", "luspo", "dr_grpo")
 # Values of `importance_sampling_level`.
 LEVELS = ("token", "sequence")

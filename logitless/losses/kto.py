@@ -28,7 +28,7 @@ KTO_MARGINS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apo_zero_unpaired": lambda reward, kl: reward,
 }
 
-# What `kl` may be.
+# The types of `kl`, for errors.
 REFERENCE_POINT = "a number, a 0-d tensor or a mapping"
 
 
@@ -188,7 +188,7 @@ class KTOLoss(ReferencedLoss):
                 ref_hidden = resolved["ref_hidden"]
         ref_weight, ref_bias = call.inputs.get("ref_weight"), call.inputs.get("ref_bias")
         if "ref_hidden" in kl and call.inputs.get("ref_hidden") is None:
-            # The reference's head is that of the reference point alone.
+            # The head of the reference is used for the reference point alone.
             call.inputs |= {"ref_weight": None, "ref_bias": None}
         sequences, starts = self._check_kl(kl)
         targets = kl["kl_targets"].long()

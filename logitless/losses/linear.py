@@ -400,11 +400,11 @@ class LinearLoss(CheckedCall):
         return mask.aligned(call.targets, shift=call.shift, cu_seqlens=call.cu_seqlens)
 
     def prepare(self, call: CallArguments) -> None:
-        """Turn the arguments of the user into the declared inputs, `call.inputs`; checks what is the loss's
-        own. A loss overrides it where these differ."""
+        """Turn the arguments of the user into the declared inputs, `call.inputs`, and check the arguments
+        that only this loss has. Overridden by losses whose arguments are not the declared inputs."""
 
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
-        """The result of a call, from that of the engine."""
+        """The result of a call, from the engine's result."""
         return out
 
 

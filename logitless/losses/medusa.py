@@ -41,8 +41,8 @@ class MedusaHeads(BlockHeads):
         num_heads: K, at least 1.
         num_layers: residual blocks per head.
         shared: use the base model's head in place of a projection per head.
-        device: of the parameters; default torch's.
-        dtype: of the parameters; default torch's.
+        device: device of the parameters; default: torch's default device.
+        dtype: dtype of the parameters; default: torch's default dtype.
 
     Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.1.
     """
@@ -120,8 +120,8 @@ class MedusaLoss(MultiHeadLoss):
 
     Args:
         coefficients: one per head; default `decay ** k`.
-        decay: of the default coefficients; the paper's is 0.8.
-        base_coefficient: of the base model's own loss; 0 in stage 1, where the backbone and its head are
+        decay: factor between consecutive default coefficients; 0.8 in the paper.
+        base_coefficient: weight of the base model's loss; 0 in stage 1, where the backbone and its head are
             frozen.
 
     The fields of `CrossEntropyLoss` apply to every head.

@@ -24,8 +24,9 @@ class MultiTokenLoss(MultiHeadLoss):
         coefficients: one per hidden state; default 1 for the first and 0.3 for the others (DeepSeek-V3's
             lambda).
         isolated: whether the shared head gets the gradient of the first hidden state's loss alone, and the
-            later ones see it as a constant: 2 products instead of 3 for each of them. What those losses
-            train in the model is the model's: detach the hidden states that it passes to its MTP modules.
+            losses of later hidden states treat the head as a constant: 2 products instead of 3 for each of
+            these losses. To keep their gradients out of the backbone, detach the hidden states that the model
+            passes to its MTP modules.
 
     Inputs:
         hidden: a sequence of tensors (B, T, H), one per depth; or (N, H) with `cu_seqlens` (sequences + 1,).

@@ -57,15 +57,15 @@ class ClippedLoss(PolicyLoss):
     epsilon_high: float | None = None
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.epsilon, self.epsilon_low) if x is not None]
-        if len(set(given)) >= 2:
+        clip_ranges = [x for x in (self.epsilon, self.epsilon_low) if x is not None]
+        if len(set(clip_ranges)) >= 2:
             raise value_error(
                 "epsilon_low",
                 "epsilon itself, or None",
                 f"{self.epsilon_low} beside epsilon={self.epsilon}",
                 "they are two names of the lower clip range",
             )
-        object.__setattr__(self, "epsilon", given[0] if given else 0.2)
+        object.__setattr__(self, "epsilon", clip_ranges[0] if clip_ranges else 0.2)
         super().__post_init__()
         if self.epsilon < 0:
             raise value_error("epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2")

@@ -33,7 +33,7 @@ TOKEN_METRICS = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accu
 
 
 def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigma(x), where a share `label_smoothing` of the labels is taken to be flipped."""
+    """-log sigma(x), where a share `label_smoothing` of the labels is assumed to be flipped."""
     if not label_smoothing:
         return -logsigmoid(x)
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
@@ -45,7 +45,7 @@ def mean_over(values: Tensor, mask: Tensor, of: str = "tokens") -> Term:
 
 
 def chosen_nll(stats: TokenStats, batch: Batch) -> Tensor:
-    """(n,) negative log-probabilities of the chosen sequences' tokens, 0 at the others."""
+    """(n,) negative log-probabilities of the chosen sequences' tokens, 0 for all other tokens."""
     return torch.where(batch.is_chosen, -stats.logps, 0.0)
 
 

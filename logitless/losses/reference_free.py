@@ -68,7 +68,8 @@ class ORPOLoss(UnreferencedLoss):
     metric_names: ClassVar = (*PairedLoss.metric_names, "log_odds_ratio", "log_odds_chosen")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, lengths = stats.logps, batch.lengths
+        logps = stats.logps
+        lengths = batch.lengths
         if batch.completion is not None:
             lengths = batch.sum_by_sequence(batch.completion.to(logps.dtype))
             logps = torch.where(batch.completion, logps, 0.0)

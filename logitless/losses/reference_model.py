@@ -101,7 +101,7 @@ class ComparedLoss(TokenLoss):
     ) -> Tensor:
         """Log-probabilities of the targets, in their shape, from a pass without gradients.
 
-        The boundaries are only checked, as the targets are shifted already; so are the sets of `kept`.
+        The boundaries are only checked: the targets and the sets of `kept` are shifted already.
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}

@@ -51,7 +51,7 @@ class SpeculatorLoss(LogitsLoss):
         hard_loss_weight: weight of the cross-entropy, in [0, 1], at temperature 1. The labels are `targets`
             or, without them, the verifier's best ids. A label that is no id of the draft costs nothing.
         coefficients: one per step; default `decay ** k`. A step of 0 is not projected, and ends the chains.
-        decay: of the default coefficients, above 0; EAGLE-3's is 0.8.
+        decay: factor between consecutive default coefficients, above 0; 0.8 in EAGLE-3.
         offset: 1 if the draft's row i has seen hidden state i and token i + 1 (EAGLE, MTP modules); 0 if row
             i predicts the token after position i (blocks, or data that are shifted already).
         teacher_softmax: the ids over which p of alpha and the verifier's best id are taken. "full": all ids
@@ -88,7 +88,7 @@ class SpeculatorLoss(LogitsLoss):
     step_{k}/conditional_agreement (where all earlier steps agreed); accepted_length, the mean number of
     tokens per verifier pass of greedy decoding, and expected_length, that of sampling; both count the
     verifier's own token. The metrics are of teacher-forced drafts: on text that the verifier did not
-    generate itself, decoding accepts another number.
+    generate, decoding accepts another number.
 
     References: Li et al. (EAGLE-3), 2025, https://arxiv.org/abs/2503.01840; Leviathan et al., 2023,
     https://arxiv.org/abs/2211.17192; Samarin et al. (LK losses), 2026, https://arxiv.org/abs/2602.23881.
@@ -166,7 +166,8 @@ class SpeculatorLoss(LogitsLoss):
         return (*(f"step_{k}/{kind}" for k in steps for kind in kinds), "accepted_length", "expected_length")
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        everything, ids = batch.teacher_logits, batch.draft_ids
+        everything = batch.teacher_logits
+        ids = batch.draft_ids
         taught = everything if ids is None else everything[:, ids]
         if self.teacher_softmax == "draft":
             everything = taught

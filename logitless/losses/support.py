@@ -27,7 +27,8 @@ SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
 def check_support(loss: LinearLoss) -> None:
     """Check the fields of a `DistillationLoss` that concern its support."""
     check_choice("support", loss.support, (None, *SUPPORTS))
-    k, shared = loss.k, loss.shared_vocabulary
+    k = loss.k
+    shared = loss.shared_vocabulary
     for name, value in (("k", k), ("shared_vocabulary", shared)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise type_error(name, "a whole number or None", repr(value), "count token ids")
@@ -169,7 +170,7 @@ class SupportDistillation(LinearLoss):
         if not self.given:
             return torch.cat((teacher, stats.teacher_rest.clamp(min=MIN_LOGPROB)[:, None]), -1)
         rest = log_of_others(teacher, batch.teacher_logps.dtype)
-        # Where the student has nothing but these ids, neither has the teacher.
+        # If the student has no ids besides these, the teacher's probability of other ids is 0 too.
         rest = torch.where(stats.rest[:, None] == -torch.inf, MIN_LOGPROB, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GroupSum(torch.autograd.Function):
     """All-reduce (sum) of each rank's part.
 
-    Every rank computes the same loss from the sum, so the gradient of the sum is that of each part.
+    Every rank computes the same loss from the sum, so the gradient of each part is the gradient of the sum.
     """
 
     @staticmethod

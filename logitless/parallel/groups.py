@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 PLAIN = (Tensor, nn.Parameter)
 
 
-def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
+def process_group(name: str, named: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
     """The process group of `tp_group` or `cp_group`: a group, a 1-d mesh, or a dimension of weight's mesh."""
-    if isinstance(given, str):
+    if isinstance(named, str):
         mesh = weight.device_mesh if is_dtensor(weight) else None
         names = () if mesh is None else mesh.mesh_dim_names or ()
-        if given not in names:
+        if named not in names:
             expected = f"a dimension of weight's device mesh, one of {names}"
-            raise value_error(name, expected, repr(given), "or pass a ProcessGroup")
-        return mesh.get_group(given)
-    if isinstance(given, dist.DeviceMesh):
-        if given.ndim != 1:
+            raise value_error(name, expected, repr(named), "or pass a ProcessGroup")
+        return mesh.get_group(named)
+    if isinstance(named, dist.DeviceMesh):
+        if named.ndim != 1:
             raise value_error(
-                name, "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name"
+                name, "a DeviceMesh of one dimension", f"{named.ndim}", "index it by the dimension's name"
             )
-        return given.get_group()
-    if not isinstance(given, dist.ProcessGroup):
+        return named.get_group()
+    if not isinstance(named, dist.ProcessGroup):
         kinds = "a ProcessGroup, a DeviceMesh or the name of a mesh dimension"
-        kind = type(given).__name__
+        kind = type(named).__name__
         remedy = "pass one of them, of which this rank is a member"
         raise type_error(name, kinds, kind, remedy)
-    return given
+    return named
 
 
 def is_dtensor(x: object) -> bool:

@@ -108,8 +108,8 @@ class WholeVocabulary:
 
     def locate(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
         """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
-        here = (ids >= 0) & (ids < V)
-        return torch.where(here, ids, 0), here
+        on_rank = (ids >= 0) & (ids < V)
+        return torch.where(on_rank, ids, 0), on_rank
 
     def to_local_ids(self, ids: Tensor) -> Tensor:
         """(n, k) ids -> their columns of this rank's logits; negative for ids that are not on this rank."""
@@ -204,8 +204,8 @@ class ShardedVocabulary(WholeVocabulary):
         return dist.all_reduce(x, group=self.group, async_op=True)
 
     def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
-        column, here = self.locate(ids, self.total(self.width))
-        return self.all_reduce(torch.where(here[:, None], weight[column], 0.0))
+        column, on_rank = self.locate(ids, self.total(self.width))
+        return self.all_reduce(torch.where(on_rank[:, None], weight[column], 0.0))
 
     def gathered(self, x: Tensor) -> Tensor:
         """All-gather: (...) -> (ranks, ...)."""
@@ -236,9 +236,9 @@ class ShardedVocabulary(WholeVocabulary):
         return GroupShared.apply(x, self.group)
 
     def log_softmax(self, z: Tensor) -> Tensor:
-        own = z.logsumexp(-1)
-        top = self.gathered(own.detach()).amax(0)
-        return z - self.shared(top + self.reduce((own - top).exp()).log())[:, None]
+        shard_lse = z.logsumexp(-1)
+        top = self.gathered(shard_lse.detach()).amax(0)
+        return z - self.shared(top + self.reduce((shard_lse - top).exp()).log())[:, None]
 
     def norm(self, z: Tensor) -> Tensor:
         return self.shared(self.reduce(z.square().sum(-1, keepdim=True))).clamp(min=1e-24).sqrt()
@@ -256,8 +256,8 @@ class ShardedVocabulary(WholeVocabulary):
         return super().locate(ids - self.start, self.width)
 
     def to_local_ids(self, ids: Tensor) -> Tensor:
-        columns, here = self.locate(ids, self.width)
-        return torch.where(here, columns, -1)
+        columns, on_rank = self.locate(ids, self.width)
+        return torch.where(on_rank, columns, -1)
 
     def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:
         return torch.where(ids >= 0, self.reduce(torch.where(columns >= 0, z, 0.0)), -torch.inf)

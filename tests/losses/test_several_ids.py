@@ -10,7 +10,7 @@ import torch.distributed as dist
 from logitless import DistillationLoss, linear_logprobs, linear_topk
 from tests import reference
 from tests.cases import TRAINABLE, covering_array, dtypes, one_row_warning, operands
-from tests.ranks import in_processes
+from tests.ranks import in_processes, random
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, run
 
 SHAPES = {"1": ((1,), 16, 1000), "7": ((7,), 8, 17), "3x43": ((3, 43), 8, 131)}
@@ -272,11 +272,6 @@ def test_bad_input(name):
 # Two ranks with a shard each, one smaller than k.
 
 SIZES, V, H, N = (5, 26), 31, 6, 12
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def sharded_cases():

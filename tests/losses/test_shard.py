@@ -29,7 +29,7 @@ from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss
 from logitless.losses.distillation import NAMES
 from logitless.losses.logprobs import TokenStatistics
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, here, on_devices, random
 from tests.support import AllocationWatcher
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
@@ -63,12 +63,6 @@ class Answer:
     metrics: dict
     plan: object = None
     tokens: dict = field(default_factory=dict)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu"
-    )
 
 
 def targets() -> Tensor:

@@ -12,7 +12,7 @@ from logitless import DistillationLoss, check, linear_logprobs, linear_topk
 from logitless.losses import teachers
 from tests import reference
 from tests.cases import covering_array, one_row_warning
-from tests.ranks import in_processes
+from tests.ranks import in_processes, random
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, eager_calls, run
 
 N, H, H_TEACHER = 13, 6, 5
@@ -423,11 +423,6 @@ def test_shared_vocabulary_cuts_the_teacher():
 # Two ranks with a shard each, one smaller than k.
 
 SIZES, V = (3, 540), 543
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def sharded_cases():

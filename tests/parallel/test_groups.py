@@ -1,5 +1,5 @@
 """What needs no process group: names of groups that are refused, parameters that are no DTensor, and the
-equality of sequences."""
+equality of `WholeSequences` and `SlicedSequences`."""
 
 import pickle
 
@@ -8,22 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from logitless.parallel.groups import is_dtensor, local_parameter, process_group
+from logitless.parallel.groups import local_parameter, process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
 
-def test_a_plain_parameter_is_multiplied_with_as_it_is():
-    for x in (torch.randn(3, 2), nn.Parameter(torch.randn(3, 2)), None):
-        assert local_parameter("weight", x, None) is x
-        assert local_parameter("weight", x, "a group") is x
-
-
-def test_a_subclass_that_holds_its_own_numbers_is_as_good():
+def test_a_dense_parameter_is_taken_as_it_is():
     class Named(torch.Tensor):
         pass
 
-    x = torch.randn(3, 2).as_subclass(Named)
-    assert local_parameter("weight", x, None) is x
+    x = torch.randn(3, 2)
+    for parameter in (x, nn.Parameter(x), x.as_subclass(Named), None):
+        assert local_parameter("weight", parameter, None) is parameter
+        assert local_parameter("weight", parameter, "a group") is parameter
 
 
 def test_a_quantized_parameter_is_refused():
@@ -34,13 +30,6 @@ def test_a_quantized_parameter_is_refused():
         TypeError, match=r"^weight: expected a dense tensor or a DTensor, got TwoTensor; dequantize it"
     ):
         local_parameter("weight", x, None)
-
-
-@pytest.mark.parametrize(
-    "x", [None, 3, "weight", torch.ones(2, device="cpu"), nn.Parameter(torch.ones(2, device="cpu"))], ids=str
-)
-def test_what_is_no_dtensor(x):
-    assert not is_dtensor(x)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

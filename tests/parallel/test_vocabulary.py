@@ -96,6 +96,7 @@ def test_a_lone_shard_is_the_whole():
     """A shard without a process group: the arithmetic of shards must leave the only one as it is."""
     lone, z = LoneShard(None, (V,)), torch.randn(6, V, dtype=torch.float64, requires_grad=True)
     assert lone.sharded and (lone.start, lone.width, lone.total(V), lone.max_shard_rows(V)) == (0, V, V, V)
+    assert WHOLE_VOCABULARY.total(V) == WHOLE_VOCABULARY.max_shard_rows(V) == V
     for name in ("log_softmax", "norm", "argmax"):
         torch.testing.assert_close(getattr(lone, name)(z), getattr(WHOLE_VOCABULARY, name)(z))
     for name in ("log_softmax", "norm"):

@@ -88,7 +88,8 @@ class GatheredObjective(IdsObjective):
         head.project(chunk)
         if not chunk.step.read:
             return
-        call, columns = self.call, head.columns
+        call = self.call
+        columns = head.columns
         bias = None if call.bias is None else call.bias[columns.clamp(min=0).long()]
         z, _ = call.loss.head.logits(chunk.logits, bias)
         if call.vocabulary.sharded:

@@ -210,7 +210,8 @@ class IdsObjective:
         chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
-        call, ignored = self.call, chunk.ignore_index
+        call = self.call
+        ignored = chunk.ignore_index
         if self._targets is None:
             unused_column = OUT_OF_RANGE_COLUMN if ignored != OUT_OF_RANGE_COLUMN else OUT_OF_RANGE_COLUMN - 1
             self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)

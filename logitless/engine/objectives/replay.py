@@ -229,7 +229,8 @@ class ReplayObjective(TokenObjective):
         self.grads = TokenBuffers(**{name: replay.in_chunk_order(x) for name, x in self.grads.items()})
 
     def write(self, chunk: Chunk, head: ReplayProjection) -> None:
-        kind, loss = chunk.step.kind, self.call.loss
+        kind = chunk.step.kind
+        loss = self.call.loss
         if kind is Kind.PLAIN:
             super().write(chunk, head)
             return

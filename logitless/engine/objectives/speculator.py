@@ -245,7 +245,7 @@ def chain_metrics(
     """The metrics of all chains, (metrics,) in the order of `metric_names`.
 
     Args:
-        loss: its `coefficients` tell the steps; those of 0 have no pairs.
+        loss: a step exists for each of its `coefficients`; a step with the coefficient 0 has no pairs.
         counted: (steps * chains,) 1 where a pair counts, else 0, step by step.
         values: losses of the pairs, like `counted`; 0 where none counts, as in the others.
         acceptance: acceptance rates.

@@ -127,10 +127,8 @@ class SupportObjective(IdsObjective):
 
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """The teacher's ids (n, k), duplicates replaced by -1, and their log-probabilities."""
-        ids, logps = (
-            self.call.inputs["ids"][chunk.row_index],
-            self.call.inputs["teacher_logps"][chunk.row_index],
-        )
+        ids = self.call.inputs["ids"][chunk.row_index]
+        logps = self.call.inputs["teacher_logps"][chunk.row_index]
         ids = slots.dedupe(torch.where(logps == -torch.inf, -1, ids))
         return ids, torch.where(ids >= 0, logps.to(self.call.stat_dtype), -torch.inf)
 
@@ -209,8 +207,10 @@ class SupportObjective(IdsObjective):
             super().write(chunk, head)
             return
         rows = slice(chunk.step.start, chunk.step.stop)
-        reader, stats = self._reader(chunk), self._at(rows)
-        (columns, labelled), warm = self._labels(chunk), self._warm(reader)
+        reader = self._reader(chunk)
+        stats = self._at(rows)
+        columns, labelled = self._labels(chunk)
+        warm = self._warm(reader)
         g = torch.where(labelled, hard_grads[rows], 0.0)
         ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **reader.kept)
         if warm == reader.head:
@@ -218,11 +218,11 @@ class SupportObjective(IdsObjective):
             self._spread(chunk, reader._replace(targets=columns), stats, both)
         else:
             # The softmax at temperature 1, before `_spread` overwrites the logits.
-            own = self._of_label(stats)
+            label_stats = self._of_label(stats)
             label_grad = torch.empty_like(chunk.grad_buffer)
             options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
-                chunk.logits, columns, own, TokenBuffers(logps=g), gradient=label_grad, **options
+                chunk.logits, columns, label_stats, TokenBuffers(logps=g), gradient=label_grad, **options
             )
             self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
             chunk.grad_buffer.add_(label_grad)
@@ -231,9 +231,9 @@ class SupportObjective(IdsObjective):
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]
         p = (z - stats["hard_lse"][:, None] + rounding[:, None]).exp()
-        own = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
-        own = torch.where(ids >= 0, own * g[:, None] * warm.derivative_at(z), 0.0)
-        slots.scatter(chunk.grad_buffer, reader.vocabulary.to_local_ids(ids), entries + own)
+        label_entries = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
+        label_entries = torch.where(ids >= 0, label_entries * g[:, None] * warm.derivative_at(z), 0.0)
+        slots.scatter(chunk.grad_buffer, reader.vocabulary.to_local_ids(ids), entries + label_entries)
         chunk.gradient = chunk.grad_buffer
 
     def _of_label(self, stats: Mapping[str, Tensor]) -> TokenBuffers:

@@ -152,7 +152,8 @@ class TokenObjective:
             if not self.fused_epilogue:
                 head.project(chunk)
             return
-        loss, vocabulary = self.call.loss, self.call.vocabulary
+        loss = self.call.loss
+        vocabulary = self.call.vocabulary
         if self.ref_logps is not None:
             self._read_reference(chunk)
         if not self.fused_epilogue:
@@ -308,7 +309,8 @@ def target_apart(loss: LossSpec) -> bool:
 
 def _clear_target(chunk: Chunk) -> None:
     """Zero the target's entry in each row of a chunk's gradient, if the target is on this rank."""
-    columns, gradient = chunk.targets, chunk.gradient
-    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignore_index)
-    at = torch.where(here, columns, 0)[:, None]
-    gradient.scatter_(1, at, torch.where(here[:, None], 0.0, gradient.gather(1, at)))
+    columns = chunk.targets
+    gradient = chunk.gradient
+    has_target = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignore_index)
+    at = torch.where(has_target, columns, 0)[:, None]
+    gradient.scatter_(1, at, torch.where(has_target[:, None], 0.0, gradient.gather(1, at)))

@@ -106,7 +106,7 @@ def statistics_of_row(others, others_z, drop_y, shift):
     log_total = tl.log(total)
     log_rest = left_out_of_log(total, log_total)
     lse = shift + log_total
-    log_part = lse - shift  # of the rounded lse: what is missing from shift and log_total is exact in fp32
+    log_part = lse - shift  # from the rounded lse: the differences from shift and log_total are exact in fp32
     confident = others < e_y
     logp = tl.where(
         confident, -log1p(others / tl.where(confident, e_y, 1.0)), (drop_y - log_total) - log_rest

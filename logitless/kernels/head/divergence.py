@@ -16,8 +16,8 @@ more ids than the student, the teacher's distribution over all of them:
     neg_log_acceptance    -log max(alpha, 1e-5)           d z = -d alpha / alpha, 0 below the bound
     lk_hybrid             lam KL(t||s) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha) without its gradient
 
-1 - alpha = sum max(s - p, 0). Of the two sums alpha is taken from the smaller one, as in 1 - alpha nothing
-cancels where s and p are nearly equal.
+1 - alpha = sum max(s - p, 0). alpha is computed from the smaller of the two sums, so that 1 - alpha does not
+cancel where s and p are nearly equal.
 
 Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r. No term is negative, so nothing
 cancels where p and q are nearly equal, and equal ones give exactly 0. A plain sum of p log p/q would have no
@@ -44,8 +44,8 @@ from logitless.kernels.head.cross_entropy import (
 )
 from logitless.kernels.head.transform import LogitTransform
 
-# Log-probability of an id that is ruled out (-inf): exp() of it is 0 in every dtype, and unlike -inf it makes
-# no NaN. It is below every finite log-probability, which stays as it is.
+# Log-probability in place of -inf, for an id that is ruled out: its exponential is 0 in every dtype, and
+# unlike -inf it produces no NaN. Clamping to this bound changes no finite log-probability.
 MIN_LOGPROB = -1e30
 # Functions of the acceptance rate.
 OF_ACCEPTANCE = ("total_variation", "neg_log_acceptance", "lk_hybrid")
@@ -111,7 +111,7 @@ class DivergenceStats(NamedTuple):
     hard: Tensor  # the student's cross-entropy at temperature 1; 0 without a label
     entropy: Tensor  # of the student, at the temperature
     is_top1: Tensor  # whether the student's best id is the label
-    agreement: Tensor  # whether it is the teacher's best
+    agreement: Tensor  # whether the student's best id is the teacher's best id
     acceptance: Tensor | None = None  # sum min(s, p), where it was asked for
 
 
@@ -135,9 +135,9 @@ def fused_divergence(
     bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V',)
     overlap: bool = False,
-    teacher_rows: Tensor | None = None,  # (C,) int64 row of `teacher` of each row; None: its own
+    teacher_rows: Tensor | None = None,  # (C,) int64 row of `teacher` for each row; None: row i for row i
     teacher_lse: tuple[Tensor, Tensor]
-    | None = None,  # of the teacher's rows: log-sum-exp over all of its ids, and the rounding error of that
+    | None = None,  # of the teacher's rows: log-sum-exp over all ids of the teacher, and its rounding error
     lk_eta: float = 3.0,
 ) -> DivergenceStats:
     """Statistics of a chunk and, given `factors`, the gradient with respect to the student's products of
@@ -171,7 +171,7 @@ def fused_divergence(
 
 def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) -> int:
     """Bytes of the twin's temporaries for a chunk within the budget; 0 where the kernel runs."""
-    # Twice those of the other twins.
+    # Twice the bytes of the other twins.
     return 2 * twin_bytes(device, dtype, V, budget)
 
 

@@ -105,7 +105,8 @@ def shard_kernel(
             teacher_softcap,
             PLAIN,
         )
-        # Normalizers that others have found: their last digits would go with a multiplication of each part.
+        # Subtract the normalizers before the multiplication by LOG2E: the product of each part with LOG2E
+        # would round off their last digits.
         log_s, log_t = ((z * cold - lse_s) - rest_s) * LOG2E, ((t * cold - lse_t) - rest_t) * LOG2E
         log_s = tl.maximum(log_s, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
         log_t = tl.maximum(log_t, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
@@ -124,7 +125,7 @@ def shard_kernel(
                 g += tl.where(y >= 0, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
             g = tl.where(factor == 0.0, 0.0, g * slope)
             if ALIAS:
-                # Everybody has read this block before anybody stores over it.
+                # All threads must have read this block before one stores over it.
                 tl.debug_barrier()
             tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask)
         else:

@@ -38,7 +38,7 @@ MODES = {
 }
 # The least acceptance whose negative logarithm has a gradient.
 LEAST = tl.constexpr(1e-5)
-# Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
+# Logarithms to the base 2: log2 of a probability of 0, and how far a row may rise above its shift.
 MIN_LOGPROB = tl.constexpr(-1e30)
 DRIFT = tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -97,7 +97,7 @@ def log2_probability(z, rate, shift, log_sum):
 
 @triton.jit
 def log2_of_one_and(u):
-    """log2(1 + u) of -1/2 <= u <= 0, to 1.5e-7 of itself, in 9 instructions; tl.log2 takes some 26."""
+    """log2(1 + u) for -1/2 <= u <= 0, to a relative error of 1.5e-7, in 9 instructions; tl.log2 takes 26."""
     p = tl.full(u.shape, 2.0790517330169678, tl.float32)
     p = tl.fma(p, u, 2.4464845657348633)
     p = tl.fma(p, u, 1.8143893480300903)
@@ -232,7 +232,7 @@ def divergence_kernel(
     y = tl.load(labels_ptr + row)
     has_label = (y >= 0) & (y < V)
     factor = tl.load(factors_ptr + row)
-    # What a logit is multiplied by, to the base 2: of the student, of the teacher, at temperature 1
+    # Factors of a logit for exponentials to the base 2: student at temperature 1, student, teacher.
     slope_all = scale if PLAIN else 1.0
     rate_1 = slope_all * LOG2E
     rate_s = rate_1 * cold

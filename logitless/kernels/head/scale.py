@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 
-# (matrix, what it becomes), which may be one tensor.
+# (matrix, result), which may be the same tensor.
 Pair = tuple[Tensor, Tensor]
 
 

@@ -18,7 +18,7 @@ PROGRAMS = 16
 
 @triton.jit
 def scale_block(x_ptr, out_ptr, cols, columns, factor, IN_PLACE: tl.constexpr):
-    """Of one row."""
+    """Scale one block of columns of a row."""
     if IN_PLACE:
         # A factor of 1 leaves nothing to do.
         columns = tl.where(factor == 1.0, 0, columns)

@@ -12,9 +12,10 @@ from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import twin_bytes, twin_rows
 from logitless.kernels.head.transform import LogitTransform
 
-# The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
+# The kernel holds the tiles of at most this many candidates in registers; for more ids, the twin selects.
 MOST_IDS = 128
-# And of so many columns the maxima of all tiles; there it has two counts of tiles in one integer.
+# The kernel holds the maxima of all tiles of at most this many columns, and packs two counts of tiles into
+# one integer.
 MOST_COLUMNS = 2**20
 
 
@@ -37,7 +38,7 @@ def select(
     *,
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
-    maxima: Tensor | None = None,  # from `new_maxima`, filled by whoever has read the logits before
+    maxima: Tensor | None = None,  # from `new_maxima`, filled by the kernel that read the logits
 ) -> Tensor:
     """(C, k) int64 ids of the largest logits after the head's transform. A NaN counts as infinite."""
     if _runs(logits.device, logits.dtype, logits.shape[1], k) and logits.numel():
@@ -73,7 +74,7 @@ def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget
     """Bytes of the twin's temporaries for a chunk within the budget."""
     if _runs(device, dtype, V, k):
         return 0
-    # Twice those of the other twins, whichever device they are on.
+    # Twice the bytes of the other twins, on every device.
     return 2 * twin_bytes(torch.device("meta"), dtype, V, budget)
 
 

@@ -125,7 +125,7 @@ def select_kernel(
     exists = tile * TILE < V
     maxima = tl.load(maxima_ptr + tile, mask=exists, other=0.0)
     key = tl.where(exists, ordered(maxima), OUT_OF_RANGE_COLUMN)
-    # With fewer tiles than k, tiles beyond the vocabulary fill up.
+    # With fewer than k tiles, the remaining lanes select tiles beyond the vocabulary.
     low = tl.where(V > (k - 1) * TILE, tl.min(tl.where(exists, key, 2147483647), 0), OUT_OF_RANGE_COLUMN)
     place, chosen, low = first_largest(key, k, low)
     tl.store(scratch_ptr + place, tile, mask=chosen)
@@ -139,7 +139,7 @@ def select_kernel(
     z = compared(x, bias_ptr, cols, mask, sign, HAS_BIAS)
     key = tl.where(mask, ordered(z), OUT_OF_RANGE_COLUMN)
     place, chosen, low = first_largest(key, k, low)
-    # Everybody has read the tiles.
+    # All threads must have read the tiles.
     tl.debug_barrier()
     tl.store(scratch_ptr + place, key, mask=chosen)
     tl.store(scratch_ptr + K + place, cols, mask=chosen)

@@ -68,11 +68,11 @@ def merge_gradient(
         return shards_triton.merge_stats(shards, columns, out, rank, ignore_index, **LIMITS, **options)
     share = _merge_twin(shards, columns, out, rank, ignore_index)
     factor = factor * share.clamp(min=LEAST_LOG_SHARE).exp()
-    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != ignore_index)
-    at = torch.where(here, columns, 0)[:, None]
+    has_target = (columns >= 0) & (columns < gradient.shape[1]) & (columns != ignore_index)
+    at = torch.where(has_target, columns, 0)[:, None]
     slope = head.derivative_at(out.logps + out.lse)
     entry = (-torch.expm1(out.logps) / factor * slope)[:, None].to(gradient.dtype)
-    gradient.scatter_(1, at, torch.where(here[:, None], entry, gradient.gather(1, at)))
+    gradient.scatter_(1, at, torch.where(has_target[:, None], entry, gradient.gather(1, at)))
     return factor
 
 

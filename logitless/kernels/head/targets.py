@@ -106,7 +106,7 @@ def clamped(
     ignore_index: int,
     num_items: Tensor | None = None,  # (), a normalizer
 ) -> tuple[Tensor, Tensor]:
-    """Clamp the targets (N,) to [0, V), and count violations of what the early pass over all rows assumes.
+    """Clamp the targets (N,) to [0, V), and count violations of the assumptions of an early projection.
 
     The counts, integers (parts,), are all 0 if every target is an id in [0, V) and not `ignore_index`, and
     the normalizer is not 0."""

@@ -34,7 +34,7 @@ class LogitTransform(NamedTuple):
         return squashed * (self.softcap / self.temperature), (1 - squashed * squashed) * gain
 
     def derivative_at(self, z: Tensor) -> Tensor | float:
-        """d z / d x from the logit `z` itself, which is all that is left of it once the chunk is gone."""
+        """d z / d x, computed from the logit `z`, for use after the chunk's products are overwritten."""
         gain = self.logit_scale / self.temperature
         if self.softcap is None:
             return gain

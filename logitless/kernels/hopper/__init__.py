@@ -13,5 +13,5 @@ from logitless.kernels.hopper.fused_projection_triton import read, row_bytes
 
 __all__ = ["DTYPES", "read", "row_bytes", "write"]
 
-# Those that the kernels were tried with.
+# The dtypes with which the kernels were tested.
 DTYPES = (torch.bfloat16,)

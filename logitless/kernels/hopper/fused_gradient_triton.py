@@ -25,7 +25,7 @@ from logitless.kernels.layout import check_rows, dense
 def gradient_half(
     acc,
     n0,
-    rows,  # numbers of each
+    rows,  # vectors with one entry per row
     operands,
     BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -33,7 +33,7 @@ def gradient_half(
     EXTRA: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
-    """Of the columns from n0 on."""
+    """Store the gradient of the columns from n0 on."""
     y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum = rows
     grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap = operands
     cols = (n0 + tl.arange(0, BN))[None, :]

@@ -3,7 +3,7 @@
 `add_rows` sorts the slots by id. The programs of a row of the head read the slots of its id, a few at a time,
 so each row is written once, by its own programs. The sorted slots are also divided into pieces of equal
 length. A piece in which all slots have the same id (an id of many tokens has several such pieces) is summed
-by programs of its own, and the programs of the row add these sums.
+by separate programs, and the programs of the row add these sums.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The kept ids of each token, ragged: statistics and gradients of a softmax over these ids alone.
 
-    distinct_slots     the kept ids of each row in rising order, each id once; what is wrong with them
+    distinct_slots     the kept ids of each row in rising order, each id once; invalid ids and missing targets
     slot_products      x[s] = hidden[row of s] . weight[id of s]
     picked_logits      z[s] = the logit of slot s, from a chunk of logits
     set_statistics     logits of the slots -> log p(target), log-sum-exp, entropy and arg-max hit of each row
@@ -49,11 +49,11 @@ class Slots(NamedTuple):
 class Distinct(NamedTuple):
     """The distinct ids of all rows, before the host knows how many there are."""
 
-    keys: Tensor  # (S,) int64 sorted: row * V + id, N * V for what counts for nothing
+    keys: Tensor  # (S,) int64 sorted: row * V + id, N * V for slots that do not count
     first: Tensor  # (S,) bool: whether a key differs from the one before it
     counts: Tensor  # (N,) int64 distinct ids of each row
     own: Tensor  # (N,) int64: the place of the target among the distinct ids of all rows
-    missing: Tensor  # (N,) bool: rows with a set that has not the row's target
+    missing: Tensor  # (N,) bool: rows with a set that lacks the row's target
     outside: Tensor  # (S,) bool: given slots with an id outside the vocabulary
 
 

@@ -167,7 +167,7 @@ def set_gradient_kernel(
     DENSE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """With DENSE `out` is a chunk's gradient (C, V), else a number for each slot."""
+    """With DENSE, `out` is a chunk's gradient (C, V); otherwise it has one entry per slot (S,)."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(bounds_ptr + row)
     stop = tl.load(bounds_ptr + row + 1)

@@ -116,14 +116,14 @@ def statistics(
 
 
 def sparse_grad(
-    stats: Mapping[str, Tensor],  # ids (n, k), and what `statistics` found
+    stats: Mapping[str, Tensor],  # ids (n, k), and the results of `statistics`
     upstream: Upstream,
     *,
     head: LogitTransform,
     targets: Tensor,  # (n,) int64
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the products from those of the statistics.
+    """Gradients of the products from the gradients of the statistics.
 
     Returns:
         (n, k) ids, each in its first slot, -1 in all other slots and in ignored rows; (n, k) d loss / d
@@ -221,8 +221,8 @@ def _merged(ids: Tensor, x: Tensor) -> Tensor:
 def _others(stats: TokenBuffers, own: Tensor, taken: Tensor, width: int) -> list[Tensor]:
     """lse, lse_residual and entropy (n,) of this rank's other ids.
 
-    `own` (n, k): the slots that were taken out of this rank's chunk, each id once; `taken`: the logit that
-    each of them has in `stats` after the head transform, where a softcap may make it count."""
+    `own` (n, k): the slots that were taken out of this rank's chunk, each id once. `taken`: the logit of each
+    of these slots in `stats` after the head transform; with a softcap its exponential may be above 0."""
     share = torch.where(own, (taken - stats.lse[:, None]).exp(), 0.0)
     left = 1 - share.sum(1)
     none = (left <= 0) | (own.sum(1) == width)  # a NaN is not nothing

@@ -1,8 +1,8 @@
 """Triton kernels of `slots.py`: one program a row, which holds all of its slots.
 
-Which slots have the same id is seen by comparing every two, a PIECE of the row with all of it at a time: no
-sort, and few registers. What a row's slots read and write of the chunk is k numbers, so that these kernels
-cost little more than their launch.
+Slots with the same id are found by comparing all pairs, a PIECE of the row with the whole row at a time: no
+sort, and few registers. The slots of a row read and write k entries of the chunk, so these kernels cost
+little more than their launch.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def slots_of(ids_ptr, row, k, start, K: tl.constexpr):
 @triton.jit
 def distinct(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constexpr):
     """Whether a slot is the first of its id; with SUM the sum of x over all slots of that id, bit for bit the
-    same in each of them. An x in an empty slot, which may be NaN, reaches no other."""
+    same in each of them. An x in an empty slot, which may be NaN, is added to no other slot."""
     repeated = tl.zeros([K], tl.int32)
     total = tl.zeros([K], tl.float32)
     for start in range(0, k, PIECE):
@@ -48,7 +48,7 @@ def distinct(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constex
 
 @triton.jit
 def finite(x):
-    return tl.abs(x) < float("inf")  # nor is a NaN
+    return tl.abs(x) < float("inf")  # False for NaN
 
 
 @cached_launch
@@ -108,7 +108,7 @@ def slot_statistics_kernel(
     EXTRA: tl.constexpr,
     K: tl.constexpr,
 ):
-    """`read`: what was read of the chunk, with `taken` in the place of the ids' products."""
+    """`read`: statistics of the chunk in which `taken` replaces the ids' products."""
     row = tl.program_id(0).to(tl.int64)
     slot, ids = slots_of(ids_ptr, row, k, 0, K)
     if tl.load(targets_ptr + row) == ignore_index:
@@ -124,7 +124,8 @@ def slot_statistics_kernel(
     first, _ = distinct(ids_ptr, z_ptr, row, k, slot, ids, K, False)
     own = tl.where(first, z, -float("inf"))
 
-    # The others: without what was taken out, which with a softcap counts for something.
+    # Statistics of the other ids: without the shares of the slots that were taken out, which with a softcap
+    # are above 0.
     read_lse = tl.load(read_lse_ptr + row)
     inside = first & (ids < V)
     x = tl.full([K], taken, tl.float32)
@@ -139,7 +140,7 @@ def slot_statistics_kernel(
     residual = tl.load(read_residual_ptr + row)
     residual = tl.where(finite(others_lse) & finite(residual), residual, 0.0)
 
-    # The sum of all parts but the largest, of which only what rounding left out.
+    # The sum of all parts except the largest, of which only the rounding error is added.
     top_own = tl.max(own, 0)
     top = tl.maximum(top_own, others_lse)
     top = tl.where(top == -float("inf"), 0.0, top)
@@ -197,7 +198,7 @@ def sparse_grad_kernel(
     there = (ids >= 0) & supervised
     logps = tl.load(logps_ptr + row * k + slot, mask=slot < k, other=0.0)
     p = tl.exp(logps)
-    # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
+    # The gradient of an empty slot, whose log-probability is -inf, may be NaN.
     first, g = distinct(ids_ptr, g_logps_ptr, row, k, slot, ids, K, LOGPS)
     total = tl.sum(tl.where(first, g, 0.0), 0)
     d_z = g * complement(logps) - (total - g) * p
@@ -250,7 +251,7 @@ def scatter_kernel(
 
 
 def sizes(k: int) -> dict[str, int]:
-    """What a kernel for k slots is compiled for."""
+    """The constexprs and launch options of a kernel for k slots."""
     K = max(FEWEST, triton.next_power_of_2(k))
     return {"K": K, "num_warps": WARPS if K < 128 else 2 * WARPS}
 
