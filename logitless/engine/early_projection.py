@@ -119,7 +119,7 @@ def _streak(call: HeadCall) -> Streak | None:
     clamped.
     """
     loss = call.loss
-    if loss.unmasked or not loss.compact or not _waits(call.targets):
+    if loss.unmasked or not loss.compact or not _runs_on_gpu(call.targets):
         return None
     if loss.tp_group is not None or loss.cp_group is not None:
         return None
@@ -133,7 +133,7 @@ def _streak(call: HeadCall) -> Streak | None:
     return _STREAKS[key]
 
 
-def _waits(targets: Tensor) -> bool:
+def _runs_on_gpu(targets: Tensor) -> bool:
     """Whether the targets are on a GPU that runs the kernels, and are not fake tensors."""
     return targets.is_cuda and runs_kernels(targets)
 

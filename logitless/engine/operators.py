@@ -208,7 +208,7 @@ def _(tensors, sequences, key):
     return outputs + _fake_sums(calls, len(signature.needs))
 
 
-@torch.library.custom_op("logitless::numbers", mutates_args=())
+@torch.library.custom_op("logitless::statistics", mutates_args=())
 def statistics_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
     """[d logp / d hidden, *statistics]"""
     with plain_dispatch():

@@ -202,7 +202,8 @@ def token_gradients(
 
 
 def objective_of(call: HeadCall) -> type[Objective]:
-    """The class of the call's objective: the loss's, or that of its rows with kept ids."""
+    """The class of the call's objective: the one that the loss names, or `ReplayObjective` if the call has a
+    sampling mask."""
     return call.loss.objective if call.sets is None else ReplayObjective
 
 

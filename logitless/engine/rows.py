@@ -121,7 +121,7 @@ def compact_rows(
 ) -> Rows:
     """Choose the rows to project, and raise the faults that were counted on the device.
 
-    The only host sync of a call is here. With compact=False there is none: all rows are projected, and faults
+    The only host sync of a pass is here. With compact=False there is none: all rows are projected, and faults
     are asserted on the device. The host then knows the number of packed sequences but not their lengths, so
     the caller makes one group of them. A fault on one of the peers is raised on all of them. Boundaries are
     checked even if the loss does not look at sequences.

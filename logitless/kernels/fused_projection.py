@@ -24,10 +24,9 @@ from logitless.kernels.head.transform import LogitTransform
 
 
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
-    """Whether the kernels multiply hidden states (C, H) in `dtype` with these heads, or with their copies in
-    that dtype.
+    """Whether the kernels take hidden states (C, H) in `dtype` and these heads.
 
-    Every row must start at a multiple of 16 bytes. H and the width of a head may differ: with LoRA on the
+    The caller converts a head of another dtype to `dtype` before the product. Every row must start at a multiple of 16 bytes. H and the width of a head may differ: with LoRA on the
     head, H includes the adapter's columns, and a reference model may have another hidden size.
     """
     return H * dtype.itemsize % 16 == 0 and all(

@@ -15,7 +15,7 @@ from logitless.engine.gradients import check_main_gradient, check_now
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import SplitHead, checked_boundaries, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
-from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
+from logitless.engine.sampling_mask import STATISTICS_OF_SETS, AlignedMask, SamplingMask, check_mask
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
@@ -394,6 +394,12 @@ class LinearLoss(CheckedCall):
         if self.return_predictions:
             remedy = "a set has no prediction of the whole vocabulary: make it by a call without the mask"
             raise value_error("return_predictions", "False with sampling_mask", True, remedy)
+        for name in (*self.differentiates, *self.observes):
+            if name not in STATISTICS_OF_SETS:
+                remedy = f"leave {name} out of differentiates and observes, or call without the mask"
+                raise value_error(
+                    "sampling_mask", f"a loss of {', '.join(STATISTICS_OF_SETS)}", f"one of {name}", remedy
+                )
         if isinstance(mask, AlignedMask):
             return mask
         check_mask(mask)

@@ -155,11 +155,12 @@ def linear_logprobs(
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
         shift: whether targets are unshifted labels of the same length: position i predicts targets[i + 1],
-            and the last position of every sequence predicts nothing. Results are aligned with hidden;
-            `logps.roll(1, -1)` is aligned with the targets, as a loss with `shift=True` expects `old_logps`.
+            and the last position of every sequence predicts nothing. Results are aligned with hidden.
+            A loss with `shift=True` expects `old_logps` aligned with the targets: pass `logps.roll(1, -1)`.
         cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, hidden (N, H); only with `shift`.
         sampling_mask: the ids that the sampler kept of each token's vocabulary. log p, entropy and lse are
-            then over these ids; over the whole vocabulary where a token has none. Few ids cost no product.
+            then over these ids; over the whole vocabulary where a token has none. A token with few ids is not
+            projected.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 

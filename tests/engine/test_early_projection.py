@@ -36,7 +36,7 @@ N, H, V, K = 120, 8, 30, 3
 @pytest.fixture(autouse=True)
 def guessing(monkeypatch):
     """As on a GPU, and with nothing learned from other tests."""
-    monkeypatch.setattr(early_projection, "_waits", lambda x: x.shape[0] > 0)
+    monkeypatch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
     monkeypatch.setattr(early_projection, "_STREAKS", remembered.Remembered())
 
 

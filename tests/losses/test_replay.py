@@ -283,6 +283,12 @@ def test_losses_without_a_sampler_refuse_it():
     with pytest.raises(ValueError, match="return_predictions: expected False with sampling_mask"):
         GRPOLoss(return_predictions=True)(h, w, targets, advantages=torch.ones(2), sampling_mask=mask)
 
+    class OfAllLogits(GRPOLoss):
+        observes = (*GRPOLoss.observes, "sum_logits")
+
+    with pytest.raises(ValueError, match="sampling_mask: expected a loss of logps, .*, got one of sum_logits"):
+        OfAllLogits()(h, w, targets, advantages=torch.ones(2), sampling_mask=mask)
+
 
 # Ranks: two shards of the vocabulary, of unequal size, and slices of sequences.
 

@@ -15,7 +15,7 @@ from .test_every_trainer import folder, step, unchanged  # noqa: F401
 from .test_sft import options
 from .tiny import assert_same_gradients, tiny_dataset, tiny_model, train
 
-COMPILED = {"SFT": ["solve"], "GRPO": ["numbers", "gradients"], "ORPO": []}
+COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}
 
 
 @pytest.mark.parametrize("kind", COMPILED)

@@ -174,7 +174,11 @@ class SpeculatorObjective(LogitsObjective):
 
     @cached_property
     def _teacher(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The verifier's head: (rows to multiply with, their bias, bias of the draft's ids alone)."""
+        """The verifier's head: (weight of the ids that are projected, their bias, bias of the draft's ids).
+
+        With a draft vocabulary and the softmax over all ids, all ids are projected, and the divergence reads
+        those of the draft alone.
+        """
         inputs = self.call.inputs
         ids = inputs["draft_ids"]
         weight, bias = inputs["teacher_weight"], inputs["teacher_bias"]

@@ -188,8 +188,8 @@ class SupportObjective(IdsObjective):
     def _labels(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """(labels as columns of the chunk, whether a row has a label).
 
-        The column is the ignored value for ignored tokens, and the chunk's width for a label on another rank
-        or outside the vocabulary.
+        The column is `chunk.ignore_index` for ignored tokens, and the chunk's width for a label on another
+        rank or outside the vocabulary. A row has a label if the label is in the vocabulary, on any rank.
         """
         labels = self.call.inputs["labels"][chunk.row_index].long()
         width = chunk.logits.shape[1]

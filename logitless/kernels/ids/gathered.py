@@ -31,7 +31,7 @@ def wrong_slots(
     values: Tensor,  # (n, k) log-probabilities, -inf in empty slots, which may hold any id
     V: int,
 ) -> Tensor:
-    """(2, n) bool: tokens with an id outside [0, V); tokens with a value above 0 or a NaN."""
+    """(2, n) bool: tokens with an id outside [0, V); tokens with a log-probability above 0 or a NaN."""
     if uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels.ids import gathered_triton
 
