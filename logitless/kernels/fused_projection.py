@@ -26,8 +26,9 @@ from logitless.kernels.head.transform import LogitTransform
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
     """Whether the kernels take hidden states (C, H) in `dtype` and these heads.
 
-    The caller converts a head of another dtype to `dtype` before the product. Every row must start at a multiple of 16 bytes. H and the width of a head may differ: with LoRA on the
-    head, H includes the adapter's columns, and a reference model may have another hidden size.
+    The caller converts a head of another dtype to `dtype` before the product. Every row must start at a
+    multiple of 16 bytes. H and the width of a head may differ: with LoRA on the head, H includes the
+    adapter's columns, and a reference model may have another hidden size.
     """
     return H * dtype.itemsize % 16 == 0 and all(
         (products := fused_products(head.device)) is not None
