@@ -8,11 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -21,20 +21,17 @@ from benchmarks import (
     compare_trees,
     distillation,
     fsdp,
-    head_speed,
     layer_tiles,
     layers,
     measure,
     medusa,
     objective,
     own_rows,
-    pages,
     policy,
     preference,
     report,
     speculators,
     steps,
-    summary,
     tensor_parallel,
     topk,
     trainer_steps,
@@ -50,11 +47,10 @@ from benchmarks.layer_operators import Maker, operators
 from benchmarks.layer_peers import by_kind
 from benchmarks.medusa import MEDUSA
 from benchmarks.medusa_peers import eager_loss as eager_medusa
-from benchmarks.medusa_peers import terms
 from benchmarks.policy import POLICY
 from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
-from benchmarks.preference_peers import BETA, dpo, full_logps, orpo
+from benchmarks.preference_peers import dpo, full_logps
 from benchmarks.preference_peers import eager_loss as eager_preference
 from benchmarks.speculators import SPECULATORS
 from benchmarks.speculators_peers import eager_loss as eager_draft
@@ -173,78 +169,7 @@ def test_every_row_of_compare_runs(tmp_path, uncompiled):
         assert all(math.isfinite(norm) and norm > 0 for norm in row["norms"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ce", "--device", "cpu"], "pass --quick"),
-        (["ce", "--quick", "--shapes", "12x3"], "expected NxHxV"),
-        (["distillation", "--quick", "--shapes", "1x2x3x4@thawed"], "expected NxHxTxV"),
-        (["speculators", "--quick", "--shapes", "3x4x5x6"], "N >= STEPS + 2"),
-        (["preference", "--quick", "--shapes", "kto:1x2x3x4"], "expected orpo:PAIRSxTxHxV"),
-        (["policy", "--quick", "--shapes", "0x2x3x4"], "expected BxTxHxV"),
-        (["medusa", "--quick", "--shapes", "3x8x4x11@3"], "expected HEADSxTxHxV@STAGE"),
-        (["ce", "--quick", "--device", "cpu", "--only", "nobody"], "nobody"),
-        (["usecase", "--quick", "--device", "cpu", "--model", "no such"], "expected a name"),
-        (["fsdp", "--quick", "--device", "cpu", "--trainer", "GRPO"], "expected one of SFT, DPO, got GRPO"),
-    ],
-)
-def test_bad_arguments_end_in_one_message(arguments, message):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
-
-
-SHAPES = (
-    *(*ce.SHAPES, *distillation.SHAPES, *speculators.SHAPES),
-    *(*preference.SHAPES, *policy.SHAPES, *medusa.SHAPES),
-)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes_read_what_they_print(shape):
-    assert type(shape).parse(str(shape)) == shape
-
-
 # -- a wrong result is refused
-
-
-def no_softmax_term(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The right loss, with the gradient of the target's logit alone."""
-    logits = (hidden @ weight.t()).float()
-    kept = targets != ce.IGNORE
-    picked = logits[kept].gather(1, targets[kept, None]).squeeze(1)
-    return (logits[kept].logsumexp(1).detach() - picked).mean()
-
-
-def no_mean_ratio(hidden: Tensor, weight: Tensor, *teacher: Tensor) -> Tensor:
-    """The right loss, with a gradient that lacks the term of each row's KL(s||m)."""
-    logps = (hidden @ weight.t()).float().log_softmax(-1)
-    log_m = torch.logaddexp(logps, (teacher[0] @ teacher[1].t()).float().log_softmax(-1)) - math.log(2)
-    d_logits = (logps.exp() * (logps - log_m)).detach() / (2 * len(hidden))
-    bent = ((hidden @ weight.t()) * d_logits).sum()
-    return eager_jsd(hidden, weight, *teacher).detach() + bent - bent.detach()
-
-
-def of_logps(loss):
-    """A loss (logps, ref_logps or None) -> (), from full logits."""
-
-    def call(hidden, weight, targets, *ref):
-        ref_logps = full_logps(*ref, targets).detach() if ref else None
-        return loss(full_logps(hidden, weight, targets), ref_logps)
-
-    return call
-
-
-def half_detached(logps: Tensor) -> Tensor:
-    chosen, rejected = logps.chunk(2)
-    return torch.cat((chosen, rejected.detach()))
-
-
-def no_sigmoid(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """The right loss, with the gradient of a lost pair for every pair."""
-    chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
-    lost = -BETA * (chosen - rejected).mean()
-    return dpo(logps, ref_logps).detach() + lost - lost.detach()
 
 
 def of_ratio(surrogate):
@@ -257,83 +182,31 @@ def of_ratio(surrogate):
     return call
 
 
-def of_heads(states, offset: int = 0):
-    """The sum of the heads' cross-entropies with other states, or other targets."""
-
-    def call(hidden, heads, targets, base):
-        total = 0.0
-        for term in terms(heads, base):
-            ahead = term.offset + offset * (term.block is not None)
-            logits = states(term, hidden[0, :-ahead]) @ term.weight.t()
-            total = total + term.coefficient * F.cross_entropy(logits.float(), targets[0, ahead:])
-        return total
-
-    return call
+def no_reference(hidden: Tensor, weight: Tensor, targets: Tensor, *reference: Tensor) -> Tensor:
+    logps = full_logps(hidden, weight, targets)
+    return dpo(logps, torch.zeros_like(logps))
 
 
-def through_block(term, x: Tensor) -> Tensor:
-    return x if term.block is None else term.block(x)
-
-
-def block_bypassed(term, x: Tensor) -> Tensor:
-    """The right states, with a gradient of hidden that lacks the way through the block."""
-    return x if term.block is None else x + F.silu(term.block.linear(x.detach()))
-
-
+# Objective, shape, the right loss, and wrong ones of its arguments.
 WRONG = {
-    "CE": (
-        CE,
-        ce.Shape(48, 16, 131, ignored=0.5),
-        eager_loss,
-        {
-            "no softmax term": no_softmax_term,
-            "2% off": lambda *given: 1.02 * eager_loss(*given),
-            "d_weight 10% off": lambda hidden, weight, targets: eager_loss(
-                hidden, weight.detach() + 0.9 * (weight - weight.detach()), targets
-            ),
-            "no d_weight": lambda hidden, weight, targets: eager_loss(hidden, weight.detach(), targets),
-            "NaN": lambda *given: math.nan * eager_loss(*given),
-        },
-    ),
+    "CE": (CE, ce.Shape(48, 16, 131, ignored=0.5), eager_loss, {}),
     "JSD": (
         DISTILLATION,
         distillation.Shape(48, 16, 24, 131, frozen_head=True),
         eager_jsd,
-        {
-            "no term of the row": no_mean_ratio,
-            "teacher misaligned": lambda hidden, weight, x, w: eager_jsd(hidden, weight, x.roll(1, 0), w),
-        },
+        {"teacher misaligned": lambda hidden, weight, x, w: eager_jsd(hidden, weight, x.roll(1, 0), w)},
     ),
     "draft": (
         SPECULATORS,
         speculators.Shape(3, 48, 16, 131),
         eager_draft,
         {
-            "verifier misaligned": lambda hiddens, weight, x, w: eager_draft(
-                hiddens, weight, x.roll(1, 0), w
-            ),
-            "no gradient of a step": lambda hiddens, *heads: eager_draft(
-                [hiddens[0], hiddens[1].detach(), hiddens[2]], *heads
-            ),
+            "verifier misaligned": lambda h, weight, x, w: eager_draft(h, weight, x.roll(1, 0), w),
             "no mean": lambda hiddens, *heads: eager_draft(hiddens, *heads) / len(hiddens),
         },
     ),
-    "ORPO": (
-        PREFERENCE,
-        preference.QUICK_SHAPES[0],
-        eager_preference,
-        {"no gradient of the rejected": of_logps(lambda logps, _: orpo(half_detached(logps)))},
-    ),
-    "DPO": (
-        PREFERENCE,
-        preference.QUICK_SHAPES[2],
-        eager_preference,
-        {
-            "no gradient of the rejected": of_logps(lambda logps, ref: dpo(half_detached(logps), ref)),
-            "no sigmoid in the gradient": of_logps(no_sigmoid),
-            "no reference": of_logps(lambda logps, ref: dpo(logps, torch.zeros_like(ref))),
-        },
-    ),
+    "ORPO": (PREFERENCE, preference.QUICK_SHAPES[0], eager_preference, {}),
+    "DPO": (PREFERENCE, preference.QUICK_SHAPES[2], eager_preference, {"no reference": no_reference}),
     "GRPO": (
         POLICY,
         policy.QUICK_SHAPES[0],
@@ -348,8 +221,9 @@ WRONG = {
         medusa.QUICK_SHAPES[1],
         eager_medusa,
         {
-            "a token too near": of_heads(through_block, offset=-1),
-            "no gradient of hidden through the blocks": of_heads(block_bypassed),
+            "a token too near": lambda hidden, heads, targets, base: eager_medusa(
+                hidden, heads, targets.roll(1, 1), base
+            )
         },
     ),
 }
@@ -363,11 +237,26 @@ def measured(what: objective.Objective, shape: objective.Shape, losses: dict) ->
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_gets_no_time(name):
     what, shape, right, wrong = WRONG[name]
-    rows = measured(what, shape, wrong | {"eager": right})
-    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {
-        "eager": "ok"
+    wrong = wrong | {
+        "2% off": lambda *given: 1.02 * right(*given),
+        "NaN": lambda *given: math.nan * right(*given),
     }
+    rows = measured(what, shape, wrong | {"eager": right})
+    verdicts = dict.fromkeys(wrong, "wrong") | {"eager": "ok"}
+    assert {name: row["verdict"] for name, row in rows.items()} == verdicts
     assert [name for name, row in rows.items() if "ms" in row] == ["eager"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_gradient_is_seen(name):
+    what, shape, right, _ = WRONG[name]
+    problem = what.problem(shape, CPU, 0)
+    call = partial(right, *problem.arguments)
+    assert measure.check("right", call, problem.leaves, problem.truth)["verdict"] == "ok"
+    for leaf in problem.truth.gradients:
+        hook = problem.leaves[leaf].register_hook(lambda gradient: 0.9 * gradient)
+        assert measure.check("wrong", call, problem.leaves, problem.truth)["verdict"] == "wrong", leaf
+        hook.remove()
 
 
 def test_what_fails_does_not_stop_the_others():
@@ -609,53 +498,6 @@ def test_pages_are_those_of_the_results(tmp_path):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run `python -m benchmarks plot`"
     for drawn in ("ce.png", "layers.png"):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_comparison_counts_each_loss_in_the_products_that_it_needs():
-    """DPO with a reference: logits of both, d_hidden and d_weight; its own table counts one product."""
-    document = json.loads((report.RESULTS / "preference-h200.json").read_text())
-    section = document["sections"][2]
-    (row,) = [row for row in section["rows"] if row["name"] == "logitless"]
-    expected = row["ms"] / (4 * section["yardstick"]["ms"])
-    table = summary.implementations({"preference": document})
-    (cells,) = [line.split("|") for line in table.splitlines() if "logitless" in line]
-    assert cells[3].split("x")[0].strip() == f"{expected:.2f}"
-
-
-def test_the_latest_runs_stand_in_the_tables_until_a_later_result_exists(tmp_path):
-    """A row of the newer run before one of the older, the older where the newer has none."""
-    shutil.copy(report.RESULTS / head_speed.NAME, tmp_path)
-    latest = json.loads((tmp_path / head_speed.NAME).read_text())
-    newer, older = (latest[run]["cross-entropy"][1]["rows"] for run in head_speed.RUNS)
-    earlier = report.newest("ce")
-    tables = head_speed.cross_entropy(earlier, tmp_path)
-    rows = {row["name"]: row for row in tables["ce"][1]["sections"][1]["rows"]}
-    assert rows["logitless"] == newer[0] != older[0]
-    assert rows["CCE (exact)"] in older and "CCE (exact)" not in [row["name"] for row in newer]
-    assert [section["shape"]["N"] for section in tables["ce-few"][1]["sections"]] == [256, 512, 2048]
-    assert [section["shape"]["ignored"] for section in tables["ce-ignored"][1]["sections"]] == [0.5]
-
-    _, document = report.newest("policy")
-    replaced, files = head_speed.with_ours(document, tmp_path)
-    ours, *others = replaced["sections"][0]["rows"]
-    assert ours == latest[head_speed.RUNS[0]]["policy"][0]["rows"][0]
-    assert [row["name"] for row in others] == [
-        "eager, fp32 upcast",
-        "torch.compile",
-        "Liger",
-        "TRL ChunkedLogProb",
-    ]
-    assert files[0][0].name == head_speed.NAME and "2026-11-23" in replaced["note"]
-
-    tomorrow = {"date": "2026-11-24T00:00:00+00:00"}
-    assert head_speed.cross_entropy((earlier[0], earlier[1] | tomorrow), tmp_path) == {}
-    assert head_speed.with_ours(document | tomorrow, tmp_path) == (document | tomorrow, [])
-
-
-def test_a_loss_that_is_off_shows_its_error_in_the_place_of_a_time():
-    row = {"verdict": "wrong", "loss_error": 0.08, "d_hidden_error": 1e-3}
-    assert pages.cell(row) == "loss off by 8.0%"
-    assert pages.cell(row | {"loss_error": 1e-4, "d_hidden_error": 0.5}) == "wrong"
 
 
 def test_newest_result_is_the_latest_complete_one(tmp_path):
