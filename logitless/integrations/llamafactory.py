@@ -98,21 +98,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if arguments is not None:
             sys.argv = [before[0], *arguments]
         # LLaMA-Factory's own: a YAML or JSON file with overrides, else the words of the command line.
-        found = getattr(reader, read_args)()
+        settings = getattr(reader, read_args)()
     finally:
         sys.argv = before
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         remedy = "write the arguments into a YAML file"
-        raise value_error("arguments", "train.yaml, then name=value", " ".join(found), remedy)
-    found = dict(found)
-    budget = found.pop("logitless_budget", None)
-    fused = is_on(found.pop("logitless_fused_layers", False))
-    check_arguments(found)
+        raise value_error("arguments", "train.yaml, then name=value", " ".join(settings), remedy)
+    settings = dict(settings)
+    budget = settings.pop("logitless_budget", None)
+    fused = is_on(settings.pop("logitless_fused_layers", False))
+    check_arguments(settings)
     # LLaMA-Factory shows the messages of its own loggers alone.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("logitless").setLevel(logging.INFO)
     callback = LogitlessCallback(None if budget is None else int(budget), fused)
-    getattr(runner, run_exp)(found, callbacks=[callback])
+    getattr(runner, run_exp)(settings, callbacks=[callback])
 
 
 if __name__ == "__main__":

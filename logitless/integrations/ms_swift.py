@@ -89,9 +89,9 @@ def check(args: Any, trainer: Any) -> None:
     if kind != "Seq2SeqTrainer":
         raise value_error("callbacks", "swift sft or swift pt for logitless", kind, remedy)
     for name, neutral in NEUTRAL.items():
-        found = getattr(args, name, neutral)
-        if found != neutral:
-            raise value_error(name, f"{neutral} with --callbacks logitless", found, f"set it to {neutral}")
+        value = getattr(args, name, neutral)
+        if value != neutral:
+            raise value_error(name, f"{neutral} with --callbacks logitless", value, f"set it to {neutral}")
     size = template.sequence_parallel_size
     if size != 1:
         raise value_error("sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")

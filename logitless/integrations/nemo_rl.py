@@ -100,11 +100,11 @@ def from_parallel_hidden_states_to_logprobs(
         # d_hidden is whole on every rank, so the backward pass slices it.
         hidden = GatherSequence.apply(hidden, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        found = linear_logprobs(
+        result = linear_logprobs(
             hidden.transpose(0, 1)[:, :-1],
             weight,
             target[:, 1:],
             tp_group=tp_group if several else None,
             logits_budget=logits_budget,
         )
-    return found.logps
+    return result.logps

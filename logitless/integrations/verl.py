@@ -45,7 +45,7 @@ def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
     module, function = find("verl", MEGATRON)
 
     def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
-        found = linear_logprobs(
+        result = linear_logprobs(
             hidden_states,
             vocab_weights,
             input_ids.long(),
@@ -53,7 +53,7 @@ def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
             entropy=True,
             logits_budget=logits_budget,
         )
-        return found.logps, found.entropy
+        return result.logps, result.entropy
 
     undo_forward = replace([owner], name, forward)
     ours = partial(linear_cross_entropy, logits_budget=logits_budget)
@@ -96,7 +96,7 @@ def linear_cross_entropy(
     if gradient_is_summed(hidden):
         # d_hidden is whole on every rank here; verl's kernel leaves each rank a part of it.
         hidden = PartOfGradient.apply(hidden, dist_process_group)
-    found = linear_logprobs(
+    result = linear_logprobs(
         hidden.flatten(0, -2),
         weight,
         labels.flatten().long(),
@@ -105,7 +105,7 @@ def linear_cross_entropy(
         tp_group=dist_process_group,
         logits_budget=logits_budget,
     )
-    return found.logps, found.entropy
+    return result.logps, result.entropy
 
 
 def gradient_is_summed(hidden: Tensor) -> bool:

@@ -188,7 +188,8 @@ def _rewritten(
 
 
 def _reasons(report: Report) -> str:
-    found = Counter((report.classes[name], why) for name, why in report.left.items())
+    reasons = Counter((report.classes[name], why) for name, why in report.left.items())
     return (
-        "; ".join(f"{number} {cls}: {why}" for (cls, why), number in found.most_common(3)) or "no candidates"
+        "; ".join(f"{number} {cls}: {why}" for (cls, why), number in reasons.most_common(3))
+        or "no candidates"
     )

@@ -92,10 +92,10 @@ def fingerprint(function: FunctionType, owner: type | None = None) -> str:
 
 def _called(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> list[FunctionType]:
     """The Python functions of the same file and the methods of `self` that are mentioned, in that order."""
-    found = []
+    callees = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            found.append(function.__globals__.get(node.id))
+            callees.append(function.__globals__.get(node.id))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            found.append(getattr(owner, node.attr, None))
-    return [each for each in found if isinstance(each, FunctionType)]
+            callees.append(getattr(owner, node.attr, None))
+    return [each for each in callees if isinstance(each, FunctionType)]

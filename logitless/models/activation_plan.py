@@ -25,18 +25,18 @@ def to_bytes(activation_budget: int | str) -> int:
     """
     expected = "a positive number of bytes"
     remedy = 'write "12GiB", or the bytes as a whole number'
-    found = activation_budget
-    if isinstance(found, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", found)
+    budget = activation_budget
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
         unit = UNITS.get(match[2].lower()) if match else None
         if unit is None:
             raise value_error("activation_budget", expected, repr(activation_budget), remedy)
-        found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if not isinstance(found, int) or isinstance(found, bool):
+        budget = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if not isinstance(budget, int) or isinstance(budget, bool):
         raise type_error("activation_budget", expected, repr(activation_budget), remedy)
-    if found <= 0:
+    if budget <= 0:
         raise value_error("activation_budget", expected, repr(activation_budget), remedy)
-    return found
+    return budget
 
 
 def in_gib(number: int) -> str:

@@ -104,10 +104,10 @@ class Fitted:
         return reports
 
     def _largest(self, kind: int | None, level: str) -> int | None:
-        found = (
+        positions = (
             count for (key, _), count in self._counts.exact.items() if key[0] == kind and key[-1] == level
         )
-        return max(found, default=None)
+        return max(positions, default=None)
 
     def explain(self) -> str:
         """What is added to the error of a step that runs out of memory: plan, held bytes, a budget to try."""
@@ -404,8 +404,8 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
 
 def decoder_of(base: nn.Module) -> nn.Module:
     """The module whose forward pass runs the decoder layers, without head."""
-    found = base.get_decoder() if hasattr(base, "get_decoder") else None
-    return base if found is None else found
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    return base if decoder is None else decoder
 
 
 def kind_of(layer: nn.Module) -> Hashable:
@@ -428,14 +428,14 @@ def decoder_layers(backbone: nn.Module) -> dict[str, nn.Module]:
 
 def _widths(backbone: nn.Module) -> frozenset[int]:
     """The model's own sizes: those of parameters and of attention heads."""
-    found = {size for p in backbone.parameters() for size in p.shape}
-    found |= {
+    sizes = {size for p in backbone.parameters() for size in p.shape}
+    sizes |= {
         value for value in vars(getattr(backbone, "config", None) or object).values() if type(value) is int
     }
-    found |= {
+    sizes |= {
         module.head_dim for module in backbone.modules() if type(getattr(module, "head_dim", None)) is int
     }
-    return frozenset(found)
+    return frozenset(sizes)
 
 
 def _forward(backbone: nn.Module, fitted: Fitted, stock: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -53,12 +53,12 @@ def base_of(model: nn.Module, *, keep_compiled: bool = False) -> nn.Module:
 def find_head(model: nn.Module) -> nn.Module:
     """The model's LM head module."""
     find = getattr(model, "get_output_embeddings", None)
-    found = None if find is None else find()
+    head = None if find is None else find()
     remedy = "pass AutoModelForCausalLM's"
-    if not isinstance(found, nn.Module):
+    if not isinstance(head, nn.Module):
         expected = "a causal language model with an LM head"
         raise value_error("model", expected, type(model).__name__, remedy)
-    return found
+    return head
 
 
 def split_head(model: nn.Module) -> Tensor | None:

@@ -47,11 +47,11 @@ def deferral_of(model: nn.Module, new: Deferral | None = None) -> Deferral:
 
     A head without one gets `new`, by a permanent exchange."""
     head = model.get_output_embeddings()
-    found = state_of(head, KEY)
-    if found is None:
-        found = Deferral() if new is None else new
-        exchange(head, KEY, _answer, found)
-    return found
+    deferral = state_of(head, KEY)
+    if deferral is None:
+        deferral = Deferral() if new is None else new
+        exchange(head, KEY, _answer, deferral)
+    return deferral
 
 
 def undeferred(model: nn.Module) -> None:
@@ -222,8 +222,8 @@ class DeferredLogits:
         *rows, last = index if len(index) == dims else (*index, slice(None))
         if not all(isinstance(x, slice) for x in (*rows, last)) or last.start or last.step:
             self._refused(f"an index of {', '.join(type(x).__name__ for x in index)}")
-        found = replace(self, hidden=self.hidden[tuple(rows)])
-        return replace(found, rows=len(range(self.rows)[last]))
+        selected = replace(self, hidden=self.hidden[tuple(rows)])
+        return replace(selected, rows=len(range(self.rows)[last]))
 
     def logsumexp(self, dim: int) -> Tensor:
         """Over the vocabulary, (...), fp32 and differentiable."""

@@ -32,15 +32,15 @@ def _active(head: Any) -> list[str]:
     """The LoRA adapters that take part in the head's own forward pass."""
     from peft.tuners.lora import Linear
 
-    found = [] if isinstance(head, Linear) else [f"{type(head).__module__}.{type(head).__name__}"]
-    if not found and head.disable_adapters and head.merged:
+    unsupported = [] if isinstance(head, Linear) else [f"{type(head).__module__}.{type(head).__name__}"]
+    if not unsupported and head.disable_adapters and head.merged:
         # as its own forward does
         head.unmerge()
-    off = bool(found) or head.disable_adapters or head.merged
+    off = bool(unsupported) or head.disable_adapters or head.merged
     names = [] if off else [name for name in head.active_adapters if name in head.lora_A]
-    found += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
-    if found:
-        raise value_error("model", "no adapter but plain LoRA on the LM head", ", ".join(found), REMEDY)
+    unsupported += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
+    if unsupported:
+        raise value_error("model", "no adapter but plain LoRA on the LM head", ", ".join(unsupported), REMEDY)
     partitioned = any(hasattr(x, "ds_id") for x in head.parameters()) and bool(names)
     if partitioned:
         expected = "an LM head without an adapter under DeepSpeed ZeRO-3"

@@ -216,11 +216,11 @@ class Recipe:
             with self.graph.computing(), torch.no_grad(), self.autocast.restored():
                 self.made = self.make(*map(unpack, self.inputs))
             self.left = self.uses
-        found = self.made[index]
+        tensor = self.made[index]
         self.left -= 1
         if self.left == 0:
             self.made = None  # made anew for a second backward pass over the same graph
-        return found
+        return tensor
 
 
 class FromRecipe:
@@ -257,20 +257,20 @@ class Recipes:
         """The recipe of a tensor that is an operator's output, a view of it, or autocast's copy of it."""
         if type(x) is not Tensor:
             return None
-        found = self.by_storage.get(x.untyped_storage()._cdata)
-        if found is None:
+        made_by = self.by_storage.get(x.untyped_storage()._cdata)
+        if made_by is None:
             # A copy has another dtype than the output that it was made of.
             return None if self.dtypes <= {x.dtype} else self._find_source(x)
-        recipe, index, output = found
+        recipe, index, output = made_by
         same = x.dtype == output.dtype and output.is_whole and x._version == 0
         return (recipe, index) if same and recipe.is_valid() else None
 
     def _find_source(self, x: Tensor) -> tuple[Recipe, int] | None:
         """The recipe of the output of which x is a copy in another dtype, or a view of such a copy."""
-        found = self.by_node.get(_copied_from(x))
-        if found is None or x._version != 0:
+        made_by = self.by_node.get(_copied_from(x))
+        if made_by is None or x._version != 0:
             return None
-        recipe, index, output = found
+        recipe, index, output = made_by
         whole = output.is_whole and x.untyped_storage().nbytes() == output.numbers * x.element_size()
         return (recipe, index) if whole and output.is_contiguous and recipe.is_valid() else None
 
@@ -366,14 +366,14 @@ class FromLayer:
         self.dtype = x.dtype
 
     def get(self) -> Tensor:
-        found = self.layer.get(self.index)
-        if found.shape != self.shape or found.dtype != self.dtype:
+        recomputed = self.layer.get(self.index)
+        if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
             raise RuntimeError(
                 f"layer: expected a saved tensor {tuple(self.shape)} {self.dtype} when it is run again, got "
-                f"{tuple(found.shape)} {found.dtype}; it does not compute the same a second time: "
+                f"{tuple(recomputed.shape)} {recomputed.dtype}; it does not compute the same a second time: "
                 "fit_activations cannot be used with it."
             )
-        return found
+        return recomputed
 
 
 class RandomState:
@@ -438,10 +438,10 @@ class LayerRun:
         return (x.detach(), x._version, None) if is_parameter(x) else Kept(self.graph, x)
 
     def pack_cheap(self, x: Tensor) -> Any:
-        found = self.recipes.find(x)
-        if found is None:
+        match = self.recipes.find(x)
+        if match is None:
             return self.keep(x)
-        recipe, index = found
+        recipe, index = match
         recipe.dropped(self)
         return FromRecipe(recipe, index, x)
 
@@ -485,11 +485,11 @@ class Sizes:
         self._saved_cheap(x, recipes)
 
     def _saved_cheap(self, x: Tensor, recipes: Recipes) -> None:
-        found = recipes.find(x)
-        if found is None:
+        match = recipes.find(x)
+        if match is None:
             self._count("cheap", x)
-        elif found[0] not in self._made:
-            recipe = found[0]
+        elif match[0] not in self._made:
+            recipe = match[0]
             self._made.add(recipe)
             for packed in recipe.inputs:
                 tensor = unpack(packed)

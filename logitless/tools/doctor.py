@@ -50,8 +50,8 @@ def _version(package: str) -> str:
 def _described(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu, {torch.get_num_threads()} threads; no GPU that torch can use"
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
 
 
 def accelerated(device: torch.device) -> list[str]:

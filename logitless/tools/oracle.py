@@ -85,13 +85,13 @@ class Oracle:
         if issubclass(loss.objective, IdsObjective):
             given = call.inputs.get("teacher_hidden") is not None
             teacher = other_logits(call, rows, "teacher").detach() if given else None
-            found = ids_statistics(z, teacher, batch, loss)
+            row_stats = ids_statistics(z, teacher, batch, loss)
         else:
-            found = token_statistics(z, batch, weights)
+            row_stats = token_statistics(z, batch, weights)
         statistics = {}
         for name in loss.objective.statistic_names(loss):
             constant = name in CONSTANT and name not in loss.differentiates
-            statistics[name] = self._noted(found[name].detach() if constant else found[name])
+            statistics[name] = self._noted(row_stats[name].detach() if constant else row_stats[name])
         if call.inputs.get("ref_hidden") is not None:
             reference = token_statistics(other_logits(call, rows, "ref"), batch, None)
             batch.ref_logps = reference["logps"].detach()
@@ -138,8 +138,8 @@ def _whole_batch(call: HeadCall, rows: Rows) -> Batch:
 
 
 def _settled(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]:
-    found = means([metric_sums(metrics)], factors)
-    return [found[name].to(call.stat_dtype) for name in call.loss.metric_names]
+    metric_means = means([metric_sums(metrics)], factors)
+    return [metric_means[name].to(call.stat_dtype) for name in call.loss.metric_names]
 
 
 def logits(call: HeadCall, rows: Rows) -> Tensor:
@@ -192,7 +192,7 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
     # p = 0 contributes nothing, though its log is -inf.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    found = {
+    statistics = {
         "logps": log_p.gather(1, target)[:, 0],
         "lse": lse,
         "lse_residual": torch.zeros_like(lse),
@@ -202,7 +202,7 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
         "predictions": z.argmax(-1),
     }
-    return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in found.items()}
+    return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in statistics.items()}
 
 
 def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSpec) -> dict[str, Tensor]:
@@ -227,27 +227,27 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     if loss.teacher:
         ids = dedupe(ids)
     logps, rest = _of_ids(log_p, ids)
-    found = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
-    found["entropy"] = -(log_p.exp() * finite).sum(-1)
+    statistics = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
+    statistics["entropy"] = -(log_p.exp() * finite).sum(-1)
     if not loss.teacher:
-        return found
+        return statistics
     if teacher is None:
         known = torch.where(ids >= 0, given.to(z.dtype), -torch.inf)
-        found |= {"teacher_logps": known, "teacher_rest": zero}
-        argmax_id = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
+        statistics |= {"teacher_logps": known, "teacher_rest": zero}
+        argmax_id = ids.gather(1, statistics["teacher_logps"].argmax(1, keepdim=True))[:, 0]
     else:
         argmax_id = best["teacher"][:, 0]
         there = _of_ids(teacher.log_softmax(-1), ids)
-        found |= dict(zip(("teacher_logps", "teacher_rest"), there, strict=True))
-    found |= {"agreement": (best["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
-    found |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
+        statistics |= dict(zip(("teacher_logps", "teacher_rest"), there, strict=True))
+    statistics |= {"agreement": (best["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
+    statistics |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
     if batch.labels is not None:
         known = (batch.labels >= 0) & (batch.labels < z.shape[1])
         warm = z * loss.temperature
         labels = torch.where(known, batch.labels, 0)[:, None]
-        found["hard"] = torch.where(known, warm.log_softmax(-1).gather(1, labels)[:, 0], 0.0)
-        found["token_accuracy"] = (best["student"][:, 0] == batch.labels).to(z.dtype)
-    return found
+        statistics["hard"] = torch.where(known, warm.log_softmax(-1).gather(1, labels)[:, 0], 0.0)
+        statistics["token_accuracy"] = (best["student"][:, 0] == batch.labels).to(z.dtype)
+    return statistics
 
 
 def _best(z: Tensor, common: int) -> Tensor:

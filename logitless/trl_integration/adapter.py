@@ -123,16 +123,16 @@ class ChunkedLoss:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Context in which the trainer's models have the forward passes of this chunked loss."""
-        found: dict[nn.Module, Callable] = {}
+        attach_of: dict[nn.Module, Callable] = {}
         for name, attach in self.heads.items():
             if (model := getattr(self.trainer, name, None)) is not None:
                 wrapped, base = self.bases.get(name, (None, None))
                 if wrapped is not model:
                     base = base_of(self.trainer, model)
                     self.bases[name] = model, base
-                found.setdefault(base, attach)  # a student may be its own teacher
+                attach_of.setdefault(base, attach)  # a student may be its own teacher
         with ExitStack() as stack:
-            for model, attach in found.items():
+            for model, attach in attach_of.items():
                 stack.enter_context(attach(model))
             yield
 
@@ -240,10 +240,10 @@ class ChunkedLoss:
         with swapped(self, wants_logits=logits, stock_only=self.adapter.predicts and logits):
             self._begin()
             with self.attached():
-                found = stock(model, inputs, prediction_loss_only, *args, **kwargs)
+                outputs = stock(model, inputs, prediction_loss_only, *args, **kwargs)
             if self.adapter.evaluates and not self.stock_only:
-                self._end("evaluate", found[0], self.evaluated)
-        return found
+                self._end("evaluate", outputs[0], self.evaluated)
+        return outputs
 
     def check(self) -> None:
         """Raises where the trainer's options are not those of a chunked loss."""

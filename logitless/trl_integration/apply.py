@@ -50,10 +50,10 @@ def apply_to(
             `fuse_layers` finds no layer to fuse, or `fit_activations` refuses a model.
     """
     expected = "a transformers.Trainer, TRL's among them"
-    found = type(trainer).__name__
+    trainer_name = type(trainer).__name__
     if not isinstance(trainer, transformers.Trainer):
         remedy = "for a model there is patch_model(model)"
-        raise value_error("trainer", expected, found, remedy)
+        raise value_error("trainer", expected, trainer_name, remedy)
     remedy = "ask for one of them, or leave apply_to out"
     fits = activation_budget is not None
     some = use_chunked_loss or use_fused_layers or fits
@@ -63,7 +63,7 @@ def apply_to(
     asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers, "fitted_activations": fits}
     for name, wanted in asked.items():
         expected = f"one without the {name.replace('_', ' ')}"
-        has = f"a {found} that has it"
+        has = f"a {trainer_name} that has it"
         if wanted and name in trainer.__dict__:
             raise value_error("trainer", expected, has, "leave apply_to out")
     check_budget(logits_budget, use_chunked_loss)
@@ -122,10 +122,10 @@ def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
 
 def no_smoothing(trainer: Any) -> None:
     expected = "0 in a trainer outside of TRL"
-    found = trainer.args.label_smoothing_factor
-    if found:
+    smoothing = trainer.args.label_smoothing_factor
+    if smoothing:
         remedy = "it smooths full logits: use the SFTTrainer of logitless.trl_integration, or no smoothing"
-        raise value_error("label_smoothing_factor", expected, found, remedy)
+        raise value_error("label_smoothing_factor", expected, smoothing, remedy)
 
 
 PLAIN = Adapter(

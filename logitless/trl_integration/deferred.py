@@ -42,8 +42,8 @@ def sequence_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor]:
     """TRL's `selective_log_softmax_and_entropy`."""
     ids = given.index.masked_fill(given.row_mask == 0, -100)
-    found = given.logits.statistics(ids, entropy="metric")
-    return found["logps"], found["entropy"]
+    statistics = given.logits.statistics(ids, entropy="metric")
+    return statistics["logps"], statistics["entropy"]
 
 
 PAIRS = {
@@ -127,12 +127,15 @@ def known_mode(trainer: Any) -> None:
 
 def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """Call TRL's loss and keep its mask, which TRL does not pass on to its divergences."""
-    found = given.distillation_logits
-    chunked.mask = found.loss_mask.bool()
+    outputs = given.distillation_logits
+    chunked.mask = outputs.loss_mask.bool()
     if not chunked.mask.any():
         # TRL takes 0 times the sum of the student's logits, for the graph: any sum of them will do.
-        found = replace(found, student_logits=found.student_logits.statistics(found.completion_ids)["logps"])
-    return stock(distillation_logits=found)
+        outputs = replace(
+            outputs,
+            student_logits=outputs.student_logits.statistics(outputs.completion_ids)["logps"],
+        )
+    return stock(distillation_logits=outputs)
 
 
 def token_divergences(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:

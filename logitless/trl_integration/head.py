@@ -109,9 +109,9 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     if weight is None or ids is None or "train" in chunked.verified or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, ids.tolist(), group=group)
-    if not all(x == found[0] for x in found):
+    ids_of_ranks: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ids_of_ranks, ids.tolist(), group=group)
+    if not all(x == ids_of_ranks[0] for x in ids_of_ranks):
         expected = "the same tokens on all ranks of its tensor-parallel plan"
         got = f"others on each in {type(chunked.trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
@@ -165,10 +165,10 @@ def _fused_output(
 
     def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
         compare_tokens(scoring.chunked, model, targets)
-        found = scoring.score(hidden, head, targets.to(hidden.device), shift_labels is None)
-        names.extend(found)
+        fields = scoring.score(hidden, head, targets.to(hidden.device), shift_labels is None)
+        names.extend(fields)
         # Hooks of modules look for tensors in tuples.
-        return tuple(unviewed(x, model) for x in found.values())
+        return tuple(unviewed(x, model) for x in fields.values())
 
     fields = dict(zip(names, out.logits.computed(values)))
     # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
@@ -278,11 +278,11 @@ class PickedLogits(DeferredLogits):
         options = self.budget | options
         with self.chunked.saving():
             if ids.dim() < self.dim():
-                found, plan = TokenStatistics(**options).statistics(self.hidden, head, ids)
+                statistics, plan = TokenStatistics(**options).statistics(self.hidden, head, ids)
             else:
-                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsStatistics(**options))
+                statistics, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsStatistics(**options))
         self.chunked.note(plan)
-        return found
+        return statistics
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if not self.normalized or dim not in (-1, self.dim() - 1):
@@ -318,12 +318,12 @@ class PickedLogits(DeferredLogits):
         if head.softcap is None:
             row = whole(head.weight.mean(0))
             bias = 0.0 if head.bias is None else whole(head.bias.float().mean())
-            found = ((self.hidden.to(head.dtype) @ row).float() + bias) * head.logit_scale
+            mean_logits = ((self.hidden.to(head.dtype) @ row).float() + bias) * head.logit_scale
         else:
             targets = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
             every = TokenStatistics(also=("sum_logits",), **self.budget)
-            found = every.statistics(self.hidden, head, targets)[0]["sum_logits"] / self.rows
-        return found if dim == -1 else found.mean()
+            mean_logits = every.statistics(self.hidden, head, targets)[0]["sum_logits"] / self.rows
+        return mean_logits if dim == -1 else mean_logits.mean()
 
 
 @contextmanager
@@ -349,6 +349,6 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
     weight, bias = tree_map_only(Tensor, copied, own)
     head = HeadView(weight, bias, of_model=True, in_shards=split_over_vocabulary(weight))
     deferral = Deferral(logits_budget=chunked.budget)
-    found = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
+    picked_logits = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
     # FSDP looks for tensors among the outputs, to begin the backward pass there.
-    return MoeCausalLMOutputWithPast(logits=found, aux_loss=aux_loss, hidden_states=(hidden,))
+    return MoeCausalLMOutputWithPast(logits=picked_logits, aux_loss=aux_loss, hidden_states=(hidden,))

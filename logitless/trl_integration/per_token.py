@@ -66,21 +66,23 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
             _with_autocast, autocast, hidden.device.type, head=head, labels=labels, shift=shift
         )
         with chunked.saving():
-            found, plan = compute(made("metric" if entropy == "recomputed" else entropy, dtype), hidden)
+            statistics, plan = compute(made("metric" if entropy == "recomputed" else entropy, dtype), hidden)
             if entropy == "recomputed":
                 again = functools.partial(compute, made(True, dtype))
-                found["entropy"] = RecomputedEntropy.apply(found["entropy"], hidden, again)
+                statistics["entropy"] = RecomputedEntropy.apply(statistics["entropy"], hidden, again)
         chunked.note(plan)
         mask = labels != -100
         if shift:
             # TRL's fields have an entry for each label but the first of a row.
-            found = {name: x[:, :-1] for name, x in found.items()}
+            statistics = {name: x[:, :-1] for name, x in statistics.items()}
             mask = mask[:, 1:]
         if "mean_logits" in asked:
-            found["mean_logits"] = found["sum_logits"] / head.shape[0]
+            statistics["mean_logits"] = statistics["sum_logits"] / head.shape[0]
         if "is_top1" in asked:
-            found["is_top1"] = found["is_top1"].bool()
-        return {"log_probs": found["logps"], "label_mask": mask} | {name: found[name] for name in asked}
+            statistics["is_top1"] = statistics["is_top1"].bool()
+        return {"log_probs": statistics["logps"], "label_mask": mask} | {
+            name: statistics[name] for name in asked
+        }
 
     return score
 
@@ -184,8 +186,8 @@ class RecomputedEntropy(torch.autograd.Function):
             return None, None, None
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            found, _ = ctx.again(hidden)
-        return None, torch.autograd.grad(found["entropy"], hidden, upstream)[0], None
+            statistics, _ = ctx.again(hidden)
+        return None, torch.autograd.grad(statistics["entropy"], hidden, upstream)[0], None
 
 
 def fused_heads(*asked: str) -> dict[str, Attach]:

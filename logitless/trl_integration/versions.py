@@ -34,14 +34,14 @@ def newest_minor(trainer: Any) -> None:
         raise ImportError(message(type(trainer).__name__, expected, got, remedy))
 
 
-def _fits(found: str, wanted: str) -> bool:
+def _fits(version: str, wanted: str) -> bool:
     """Whether an installed version is among those of a specifier."""
-    if found == MISSING:
+    if version == MISSING:
         return False
     # comes with transformers, so it is imported once that is known to be here
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(wanted).contains(found, prereleases=True)
+    return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
 def installed(package: str) -> str:
