@@ -117,7 +117,7 @@ class SamplingMask:
                 as vLLM's `SamplingMask`; None for a sequence that was sampled without truncation.
             starts: the position of the first token of each completion, or one position for all.
             length: number of positions of the batch, T.
-            device: the device of the batch.
+            device: the device of the batch; by default the default device of PyTorch.
             missing: see the class.
 
         All other tokens keep the whole vocabulary.
@@ -128,7 +128,7 @@ class SamplingMask:
             raise ValueError(
                 f"starts: expected {count} positions, one per completion, got {len(starts)}; match masks."
             )
-        lengths = torch.zeros(count, length, dtype=torch.int64)
+        lengths = torch.zeros(count, length, dtype=torch.int64, device="cpu")
         ids = []
         for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
             if mask is None:
@@ -152,8 +152,9 @@ class SamplingMask:
                 )
             lengths[row, start : start + tokens] = offsets.diff()
             ids.append(token_ids[: offsets[-1]])
-        flat = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+        flat = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device="cpu")
         offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
+        device = torch.get_default_device() if device is None else device
         return cls(flat.to(device), offsets.to(device), missing=missing)
 
     def __len__(self) -> int:

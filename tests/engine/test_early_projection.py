@@ -206,7 +206,7 @@ def test_nothing_is_read_before_the_last_product(monkeypatch):
     chunks, order[:] = len(order) // LIKELY, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (order.append("read"), tolist(x))[1])
     results(of_targets, x, x.targets)
-    assert chunks > 1 and order == ["product"] * chunks + ["read"]
+    assert chunks > 1 and order[:chunks] == ["product"] * chunks and set(order[chunks:]) == {"read"}
 
 
 @pytest.mark.parametrize("run", CALLS)

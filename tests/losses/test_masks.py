@@ -110,6 +110,8 @@ def test_labels_of_sequences(compact, reduction):
     assert value(x.labels.int()) == value(x.labels)
     with pytest.raises(TypeError, match="^labels: expected booleans"):
         value(x.labels.float())
+    if DEVICE.type == "cuda" and not compact:
+        return  # A device-side assertion ends the process's use of the GPU.
     with pytest.raises((ValueError, RuntimeError), match="^labels: expected .*; pass labels > 0"):
         value(x.labels * 2 - 1)
 
