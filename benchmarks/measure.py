@@ -168,9 +168,13 @@ def memory(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> 
 
 
 def relative_l2(value: Tensor | None, truth: Tensor) -> float:
+    """The relative L2 error; where the truth is zero, 0 for zeros and infinity for all else."""
     if value is None:
         return math.inf
-    return (torch.linalg.vector_norm(value.float() - truth) / torch.linalg.vector_norm(truth)).item()
+    error, size = torch.linalg.vector_norm(value.float() - truth), torch.linalg.vector_norm(truth)
+    if size == 0:
+        return 0.0 if error == 0 else math.inf
+    return (error / size).item()
 
 
 def device_of(leaves: dict[str, Tensor]) -> torch.device:

@@ -45,6 +45,7 @@ from benchmarks.distillation import DISTILLATION
 from benchmarks.distillation_peers import eager_loss as eager_jsd
 from benchmarks.layer_operators import Maker, operators
 from benchmarks.layer_peers import by_kind
+from benchmarks.measure import relative_l2
 from benchmarks.medusa import MEDUSA
 from benchmarks.medusa_peers import eager_loss as eager_medusa
 from benchmarks.policy import POLICY
@@ -513,3 +514,8 @@ def test_newest_result_is_the_latest_complete_one(tmp_path):
     path, _ = report.newest("ce", tmp_path)
     assert path.name == "a-new.json"
     assert report.newest("gemm", tmp_path) is None
+
+
+def test_errors_where_the_truth_is_zero():
+    zeros = torch.zeros(3)
+    assert relative_l2(zeros, zeros) == 0 and relative_l2(zeros + 1, zeros) == math.inf

@@ -294,8 +294,13 @@ def test_a_draft_that_is_the_verifier(divergence):
     loss = SpeculatorLoss(divergence=divergence)
     out = loss(hiddens, weight, teacher_hidden=hidden, teacher_weight=weight)
     out.loss.backward()
-    assert out.loss.item() == 0 and not weight.grad.any() and not any(x.grad.any() for x in hiddens)
-    assert out.metrics["step_2/acceptance"] == 1 and out.metrics["step_1/conditional_agreement"] == 1
+    if DEVICE.type == "cpu":
+        assert out.loss.item() == 0 and not weight.grad.any() and not any(x.grad.any() for x in hiddens)
+    else:
+        # Products of different numbers of rows are rounded differently.
+        assert abs(out.loss.item()) < 1e-6
+    assert out.metrics["step_2/acceptance"].item() == pytest.approx(1)
+    assert out.metrics["step_1/conditional_agreement"] == 1
     # Chains of 9 tokens with 3 steps ahead: 3 for the first 5, then 2 and 1; the last 2 rows have none.
     assert out.metrics["accepted_length"].item() == pytest.approx(1 + (3 * 5 + 2 + 1) / 7)
     other = torch.randn(2, 9, H, generator=generator, device="cpu").to(DEVICE)
