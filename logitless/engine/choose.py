@@ -70,7 +70,7 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     options = {"compact": loss.compact, "peers": peers, "shard": shard}
     options |= {"boundaries": loss.boundaries_argument}
     if kinds is not None:
-        options["others"] = kinds.counts
+        options["others"] = kinds.distinct.numbers
     ordered = None
     if loss.teacher_rows is not None:
         ordered = _by_teacher_rows(call, marks[0])

@@ -14,7 +14,6 @@ is the order in which the chunk loop takes the rows ("chunk order").
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,9 +22,16 @@ from torch import Tensor
 from logitless.engine.rows import Rows
 from logitless.engine.sampling_mask import NAME, Sets
 from logitless.engine.spec import Fault, LossSpec
-from logitless.kernels.ids.sets import Distinct, Slots, distinct_slots, slots_of
+from logitless.kernels.ids.distinct import (
+    GATHERED,
+    PICKED,
+    Distinct,
+    distinct_ids,
+    outside_ids,
+    slots_of,
+)
+from logitless.kernels.ids.sets import Slots
 
-PLAIN, PICKED, GATHERED, CERTAIN = range(4)
 # Reading k rows of the head for a token is cheaper than its products with the head up to about V / 180 rows
 # (a renormalized top-64 of 151,936 ids takes 12% of three products). A constant, so that the kind of a row
 # depends on V alone.
@@ -43,9 +49,7 @@ def most_gathered(V: int) -> int:
 class Kinds(NamedTuple):
     """The kinds of the rows of a call, before the host knows how many there are of each."""
 
-    found: Distinct
-    kind: Tensor  # (N,) int64
-    counts: Tensor  # (5,) rows of the kinds picked, gathered and certain; slots of the first two
+    distinct: Distinct
     faults: Sequence[Fault]  # those that mark tokens come first
 
 
@@ -107,44 +111,38 @@ def kinds_of(
     add_targets: bool,
 ) -> Kinds:
     """The kind of each row, and the faults of the sets. No host sync."""
-    ids, starts, lengths, offsets = sets
-    supervised = targets != loss.ignore_index
-    S = ids.shape[0]
-    broken = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] > S)
-    distinct = distinct_slots(ids, starts, lengths, targets, supervised, V, add_targets=add_targets)
-    sound = broken == 0
-    kind = torch.where(distinct.counts > most_gathered(V), PICKED, GATHERED)
-    single = distinct.counts == 1
-    if not needs_logits(loss):
-        kind = torch.where(single, CERTAIN, kind)
-    kind = torch.where(distinct.counts == 0, PLAIN, kind)
-    picked = kind == PICKED
-    gathered = kind == GATHERED
-    slots = [torch.where(which, distinct.counts, 0).sum() for which in (picked, gathered)]
-    counts = torch.stack([picked.sum(), gathered.sum(), (kind == CERTAIN).sum(), *slots, single.sum()])
-    marks = [_missing(distinct.missing & sound)]
+    distinct = distinct_ids(
+        *sets,
+        targets,
+        loss.ignore_index,
+        V,
+        add_targets=add_targets,
+        most_gathered=most_gathered(V),
+        certain=not needs_logits(loss),
+    )
+    marks = [_missing(distinct.missing)]
     for name in loss.sampled_logps:
         x = inputs.get(name)
         if x is not None:
-            marks.append(_raw(name, x, single & sound & (x < RAW)))
-    return Kinds(
-        distinct, kind, counts, (*marks, _offsets(broken, offsets, S), _outside(distinct, ids, V, sound))
-    )
+            raw = (distinct.counts == 1) & (distinct.broken == 0) & (x < RAW)
+            marks.append(_raw(name, x, raw))
+    offsets = _offsets(distinct.broken, sets)
+    outside = _outside(distinct.outside, sets, targets != loss.ignore_index, V)
+    return Kinds(distinct, (*marks, offsets, outside))
 
 
 def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool) -> Rows:
     """`rows` with their `Replay`; those of a loss of single tokens come back in chunk order."""
-    distinct = kinds.found
-    kind = kinds.kind
+    distinct = kinds.distinct
+    kind = distinct.kinds
     if not compact:
-        every = torch.ones_like(kind, dtype=torch.bool)
-        slots = slots_of(distinct, every, rows.count, distinct.keys.shape[0], V)
+        slots = slots_of(distinct, None, rows.count, distinct.keys.shape[0], V)
         replay = Replay(rows, None, 0, rows.count, 0, 0, {PICKED: slots}, None, None)
         return rows._replace(replay=replay)
     picked, gathered, certain, *sizes, single = rows.counted
     plain = rows.count - picked - gathered - certain
     slots = {
-        which: slots_of(distinct, kind == which, count, size, V)
+        which: slots_of(distinct, which, count, size, V)
         for which, count, size in zip((PICKED, GATHERED), (picked, gathered), sizes, strict=True)
     }
     order = None
@@ -168,16 +166,18 @@ def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool)
     )
 
 
-def _offsets(broken: Tensor, offsets: Tensor, S: int) -> Fault:
+def _offsets(broken: Tensor, sets: Sets) -> Fault:
+    S = sets.ids.shape[0]
+
     def details() -> tuple[str, str]:
-        values = offsets.tolist()
+        values = sets.offsets.tolist()
         falls = [n for n in range(1, len(values)) if values[n] < values[n - 1]]
         if falls:
             return f": entry {falls[0]} is {values[falls[0]]} after {values[falls[0] - 1]}", remedy
         return f": the first is {values[0]}, the last {values[-1]}", remedy
 
     remedy = "pass the offsets that belong to these token_ids"
-    return Fault(broken.long(), NAME, f"offsets that rise from 0 to at most {S}", "others", remedy, details)
+    return Fault(broken, NAME, f"offsets that rise from 0 to at most {S}", "others", remedy, details)
 
 
 def _missing(missing: Tensor) -> Fault:
@@ -205,15 +205,12 @@ def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
     return Fault(raw, name, expected, f"{{count}} below {RAW:g}", remedy, details)
 
 
-def _outside(distinct: Distinct, ids: Tensor, V: int, sound: Tensor) -> Fault:
-    expected = f"ids in [0, {V})"
+def _outside(count: Tensor, sets: Sets, supervised: Tensor, V: int) -> Fault:
+    def details() -> tuple[str, str]:
+        wrong = sets.ids[outside_ids(sets.ids, sets.starts, sets.lengths, supervised, V)]
+        if not wrong.numel():  # the wrong ids are on other ranks
+            return "", remedy
+        return f": the least is {wrong.min().item()}, the greatest {wrong.max().item()}", remedy
+
     remedy = "pass the server's ids of this vocabulary"
-    details = partial(_seen_outside, ids, distinct.outside, remedy)
-    return Fault((distinct.outside & sound).sum(), NAME, expected, "{count} outside", remedy, details)
-
-
-def _seen_outside(ids: Tensor, outside: Tensor, remedy: str) -> tuple[str, str]:
-    wrong = ids[outside]
-    if not wrong.numel():  # the wrong ids are on other ranks
-        return "", remedy
-    return f": the least is {wrong.min().item()}, the greatest {wrong.max().item()}", remedy
+    return Fault(count, NAME, f"ids in [0, {V})", "{count} outside", remedy, details)

@@ -1,15 +1,14 @@
 """The kept ids of each token, ragged: statistics and gradients of a softmax over these ids alone.
 
-    distinct_slots     the kept ids of each row in rising order, each id once; invalid ids and missing targets
     slot_products      x[s] = hidden[row of s] . weight[id of s]
     picked_logits      z[s] = the logit of slot s, from a chunk of logits
     set_statistics     logits of the slots -> log p(target), log-sum-exp, entropy and arg-max hit of each row
     set_gradient       gradients of the statistics -> d loss / d product of each slot
-    scatter_gradient       the same, stored in the columns of a chunk's gradient
+    scatter_gradient   the same, stored in the columns of a chunk's gradient
     slot_rows          d_hidden[n] = sum over the slots of row n of g[s] weight[id of s]
     add_slot_rows      d_weight[v] += sum over the slots with the id v of g[s] hidden[row of s]
 
-A slot is a place of one id; the slots of row n are `bounds[n]:bounds[n + 1]`. With z_y the target's logit and
+A slot is a place of one id; the slots of row n are `bounds[n]:bounds[n + 1]` (`distinct.slots_of`). With z_y the target's logit and
 d = z - z_y:
 
     m = max(0, max d)     R = sum over s != y of exp(d_s - m)     log p(y) = -log(exp(-m) + R) - m
@@ -44,92 +43,6 @@ class Slots(NamedTuple):
     def of_rows(self, start: int, stop: int) -> "Slots":
         """The slots of rows start:stop. `ids` and `rows` stay those of all rows."""
         return self._replace(bounds=self.bounds[start : stop + 1], own=self.own[start:stop])
-
-
-class Distinct(NamedTuple):
-    """The distinct ids of all rows, before the host knows how many there are."""
-
-    keys: Tensor  # (S,) int64 sorted: row * V + id, N * V for slots that do not count
-    first: Tensor  # (S,) bool: whether a key differs from the one before it
-    counts: Tensor  # (N,) int64 distinct ids of each row
-    own: Tensor  # (N,) int64: the place of the target among the distinct ids of all rows
-    missing: Tensor  # (N,) bool: rows with a set that lacks the row's target
-    outside: Tensor  # (S,) bool: given slots with an id outside the vocabulary
-
-
-def distinct_slots(
-    ids: Tensor,  # (S,) integers
-    starts: Tensor,  # (N,) int64, not falling: the ids of row n are ids[starts[n]:starts[n] + lengths[n]]
-    lengths: Tensor,  # (N,) int64
-    targets: Tensor,  # (N,) int64
-    supervised: Tensor,  # (N,) bool; the sets of other rows are left out
-    V: int,
-    *,
-    add_targets: bool,  # whether a missing target becomes a slot
-) -> Distinct:
-    """Sort the ids of all rows by row and id, and mark the first of equal ids. No host sync."""
-    N = targets.shape[0]
-    S = ids.shape[0]
-    device = targets.device
-    place = torch.arange(S, device=device)
-    row = (torch.searchsorted(starts, place, right=True) - 1).clamp(0, max(0, N - 1))
-    ids = ids.long()
-    counted = torch.zeros(S, dtype=torch.bool, device=device)
-    if N:
-        counted = supervised[row] & (place >= starts[row]) & (place < starts[row] + lengths[row])
-    outside = counted & ((ids < 0) | (ids >= V))
-    none = N * V
-    keys = torch.where(counted & ~outside, row * V + ids, none)
-    has_set = supervised & (lengths > 0) & (targets >= 0) & (targets < V)
-    targets_keys = torch.where(has_set, torch.arange(N, device=device) * V + targets, none)
-    if add_targets:
-        keys = torch.cat((keys, targets_keys))
-    keys, _ = keys.sort()
-    first = keys < none
-    first[1:] &= keys[1:] != keys[:-1]
-    at = torch.searchsorted(keys, targets_keys)
-    has_target = (
-        keys[at.clamp(max=max(0, keys.shape[0] - 1))] == targets_keys if keys.shape[0] else has_set & False
-    )
-    # The place of a row's first key; keys below it belong to earlier rows.
-    number = first.cumsum(0) - 1
-    before = torch.nn.functional.pad(first.cumsum(0), (1, 0))
-    ends = torch.searchsorted(keys, (torch.arange(N + 1, device=device) * V).clamp(max=none))
-    counts = before[ends].diff()
-    target_slots = number[at.clamp(max=max(0, keys.shape[0] - 1))] if keys.shape[0] else at
-    return Distinct(keys, first, counts, target_slots.clamp(min=0), has_set & ~has_target, outside)
-
-
-def slots_of(distinct: Distinct, chosen: Tensor, count: int, size: int, V: int) -> Slots:
-    """The slots of some rows.
-
-    Args:
-        distinct: the distinct ids of all rows.
-        chosen: (N,) bool: the rows to take, in their order.
-        count: how many these are.
-        size: how many slots they have, or more.
-        V: size of the vocabulary.
-    """
-    device = chosen.device
-    index = torch.nonzero_static(chosen, size=count)[:, 0]
-    bounds = torch.nn.functional.pad(distinct.counts[index].cumsum(0), (1, 0))
-    if not size:
-        none = torch.empty(0, dtype=torch.int32, device=device)
-        return Slots(none, none, bounds, bounds[:-1])
-    row = (distinct.keys // V).clamp(max=max(0, chosen.shape[0] - 1))
-    taken = torch.nonzero_static(distinct.first & chosen[row], size=size, fill_value=0)[:, 0]
-    keys = distinct.keys[taken]
-    local = chosen.cumsum(0) - 1
-    filled = torch.arange(size, device=device) < bounds[-1]
-    # The number of a target among all distinct ids, less those of the rows before it that are not taken.
-    starts = distinct.counts.cumsum(0) - distinct.counts
-    target_slots = distinct.own[index] - starts[index] + bounds[:-1]
-    return Slots(
-        torch.where(filled, keys % V, -1).to(torch.int32),
-        torch.where(filled, local[row[taken]], count).to(torch.int32),
-        bounds,
-        target_slots.clamp(0, size - 1),
-    )
 
 
 def _runs(x: Tensor, *others: Tensor) -> bool:

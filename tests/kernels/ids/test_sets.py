@@ -7,7 +7,7 @@ import torch
 
 from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.transform import LogitTransform
-from logitless.kernels.ids import sets
+from logitless.kernels.ids import distinct, sets
 from tests.cases import dtypes
 from tests.kernels.support import DEVICE, INTERPRETED, Random, poisoned, strided
 from tests.support import assert_close
@@ -35,12 +35,18 @@ def drawn(sizes, V, seed=0, *, duplicates=True):
     return flat, lengths.cumsum(0) - lengths, lengths, torch.tensor(targets, device=DEVICE), kept
 
 
+def distinct_ids(flat, starts, lengths, targets, V, *, add_targets=False, most_gathered=64, certain=True):
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    options = {"add_targets": add_targets, "most_gathered": most_gathered, "certain": certain}
+    return distinct.distinct_ids(flat, starts, lengths, offsets, targets, -100, V, **options)
+
+
 def slots_for(sizes=SIZES, V=V, seed=0, size=None):
     flat, starts, lengths, targets, kept = drawn(sizes, V, seed)
     every = torch.ones(len(sizes), dtype=torch.bool, device=DEVICE)
-    found = sets.distinct_slots(flat, starts, lengths, targets, every, V, add_targets=False)
+    found = distinct_ids(flat, starts, lengths, targets, V)
     total = sum(map(len, kept)) if size is None else size
-    return sets.slots_of(found, every, len(sizes), total, V), targets, kept
+    return distinct.slots_of(found, None, len(sizes), total, V), targets, kept
 
 
 def mask_of(kept, V):
@@ -65,7 +71,7 @@ def test_slots_are_the_distinct_ids_in_rising_order():
 def test_slots_of_some_rows_and_more_room_than_slots():
     flat, starts, lengths, targets, kept = drawn(SIZES, V)
     supervised = torch.tensor([True, True, True, False, True, True, True, True], device=DEVICE)
-    found = sets.distinct_slots(flat, starts, lengths, targets, supervised, V, add_targets=False)
+    found = distinct_ids(flat, starts, lengths, targets, V)
     expected = [len(ids) if n != 3 else 0 for n, ids in enumerate(kept)]
     assert found.counts.tolist() == expected and not found.missing.any() and not found.outside.any()
     chosen = torch.tensor([True, False, False, True, True, False, False, True], device=DEVICE)
@@ -81,11 +87,11 @@ def test_a_missing_target_is_marked_or_added():
     starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 2, 2, 3], [2, 0, 1, 1]))
     targets = torch.tensor([4, 7, 9, 1], device=DEVICE)
     every = torch.ones(4, dtype=torch.bool, device=DEVICE)
-    found = sets.distinct_slots(flat, starts, lengths, targets, every, 10, add_targets=False)
+    found = distinct_ids(flat, starts, lengths, targets, 10)
     assert found.missing.tolist() == [True, False, False, False] and found.counts.tolist() == [2, 0, 1, 1]
-    found = sets.distinct_slots(flat, starts, lengths, targets, every, 10, add_targets=True)
+    found = distinct_ids(flat, starts, lengths, targets, 10, add_targets=True)
     assert not found.missing.any() and found.counts.tolist() == [3, 0, 1, 1]
-    slots = sets.slots_of(found, every, 4, 5, 10)
+    slots = distinct.slots_of(found, None, 4, 5, 10)
     assert slots.ids.tolist() == [3, 4, 5, 9, 1] and slots.own.tolist()[0] == 1
 
 
@@ -93,19 +99,19 @@ def test_wrong_ids_and_what_lies_beyond_the_last_set():
     flat = torch.tensor([3, -1, 10, 4, 99], dtype=torch.int64, device=DEVICE)
     starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 2, 3], [2, 1, 1]))
     targets, supervised = (torch.tensor(x, device=DEVICE) for x in ([3, 1, 4], [True, False, True]))
-    found = sets.distinct_slots(flat, starts, lengths, targets, supervised, 10, add_targets=False)
+    found = distinct_ids(flat, starts, lengths, targets, 10)
     assert found.outside.tolist() == [False, True, False, False, False]
 
 
 def test_no_rows_and_no_ids():
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
     for flat in (none, none + 0):
-        found = sets.distinct_slots(flat, none, none, none, none.bool(), 10, add_targets=False)
+        found = distinct_ids(flat, none, none, none, 10)
         assert found.counts.shape == (0,)
     zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     every = torch.ones(3, dtype=torch.bool, device=DEVICE)
     for add in (False, True):
-        found = sets.distinct_slots(none, zeros, zeros, zeros, every, 10, add_targets=add)
+        found = distinct_ids(none, zeros, zeros, zeros, 10, add_targets=add)
         assert found.counts.tolist() == [0, 0, 0] and not found.missing.any()
 
 
@@ -224,8 +230,8 @@ def test_of_equal_logits_the_lowest_id_is_the_largest():
     targets = torch.tensor([2, 5], device=DEVICE)
     starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 3], [3, 3]))
     every = torch.ones(2, dtype=torch.bool, device=DEVICE)
-    found = sets.distinct_slots(flat, starts, lengths, targets, every, 9, add_targets=False)
-    slots = sets.slots_of(found, every, 2, 6, 9)
+    found = distinct_ids(flat, starts, lengths, targets, 9)
+    slots = distinct.slots_of(found, None, 2, 6, 9)
     z = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0], device=DEVICE)
     out = statistics(z, slots)
     assert out.is_top1.tolist() == [1.0, 0.0]
@@ -265,8 +271,8 @@ def test_one_id_in_many_sets():
     lengths = torch.full((n,), 2, device=DEVICE)
     every = torch.ones(n, dtype=torch.bool, device=DEVICE)
     targets = torch.full((n,), 4, device=DEVICE)
-    found = sets.distinct_slots(flat, lengths.cumsum(0) - 2, lengths, targets, every, 6, add_targets=False)
-    slots = sets.slots_of(found, every, n, 2 * n, 6)
+    found = distinct_ids(flat, lengths.cumsum(0) - 2, lengths, targets, 6)
+    slots = distinct.slots_of(found, None, n, 2 * n, 6)
     hidden, g = Random(4).normal(n, 5), Random(5).normal(2 * n)
     total = poisoned(6, 5, dtype=torch.float32)
     sets.add_slot_rows(total, slots, g, hidden, first=True)
