@@ -20,7 +20,7 @@ from logitless.kernels.head import (
     sums_triton,
     targets_triton,
 )
-from logitless.kernels.ids import gathered_triton, sets_triton, slots, slots_triton
+from logitless.kernels.ids import distinct_triton, gathered_triton, sets_triton, slots, slots_triton
 from tests.kernels.offline import Source, compile_sources, jitted, kernel_modules
 
 TYPES = ("fp32", "bf16", "fp16")
@@ -30,14 +30,15 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"),
 
 INTEGERS = set(
     "numel y_numel y_columns n start width V common ignore_index ignored columns count length bounds N write"
-    " rows k H C rank ranks".split()
+    " rows k H C rank ranks S M total most_gathered kind size".split()
 )
 INT64 = set(
     "columns_ptr targets_ptr labels_ptr teacher_rows_ptr ids_ptr order_ptr starts_ptr found_ptr counts_ptr"
-    " masked_ptr bounds_ptr own_ptr".split()
+    " masked_ptr bounds_ptr own_ptr keys_ptr ordinals_ptr lengths_ptr offsets_ptr numbers_ptr begins_ptr"
+    " owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
 )
 INT32 = {"scratch_ptr", "rows_ptr", "tokens_ptr"}
-INT8 = {"wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr"}
+INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr"}
 # Kernels with one warp a program, which reads few numbers.
 ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")
 
@@ -214,6 +215,15 @@ def set_combinations() -> Iterator[Combination]:
             yield combination("set_gradient_kernel", {"out": out}, flags | {"DENSE": True})
 
 
+def distinct_combinations() -> Iterator[Combination]:
+    block = {"BLOCK": distinct_triton.BLOCK}
+    yield combination("first_kernel", {}, block)
+    for flag in (False, True):
+        yield combination("keys_kernel", {}, block | {"ADD_TARGETS": flag})
+        yield combination("rows_kernel", {}, block | {"CERTAIN_ROWS": flag})
+        yield combination("slots_kernel", {}, block | {"EVERY": flag})
+
+
 def target_combinations() -> Iterator[Combination]:
     for others in (0, 1, 2, 3):
         yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": targets_triton.BLOCK})
@@ -287,6 +297,7 @@ def combinations() -> list[Combination]:
         *select_combinations(),
         *gathered_combinations(),
         *set_combinations(),
+        *distinct_combinations(),
         *slot_combinations(),
         *target_combinations(),
     ]

@@ -139,10 +139,10 @@ def launches(monkeypatch):
     """What the launchers ask for, while nothing is computed."""
     from logitless.kernels import TRITON_DTYPES
     from logitless.kernels.head import cross_entropy, divergence, scale, select, targets
-    from logitless.kernels.ids import gathered, sets, slots
+    from logitless.kernels.ids import distinct, gathered, sets, slots
 
     found = set()
-    for module in (cross_entropy, divergence, gathered, scale, select, sets, slots, targets):
+    for module in (cross_entropy, distinct, divergence, gathered, scale, select, sets, slots, targets):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in TRITON_DTYPES)
     for name, module in kernel_modules().items():
         monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))

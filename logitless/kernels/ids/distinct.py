@@ -25,7 +25,7 @@ class Distinct(NamedTuple):
     """The distinct ids of all rows, before the host knows how many there are."""
 
     keys: Tensor  # (S,) int64 sorted: row * V + id; N * V for slots that do not count
-    sums: Tensor  # (S,) int64: distinct keys up to this one, itself included
+    ordinals: Tensor  # (S,) int64: the number of distinct keys up to this one, itself included
     counts: Tensor  # (N,) int64 distinct ids of each row
     begins: Tensor  # (N,) int64 distinct ids of the rows before
     own: Tensor  # (N,) int64: the place of the target among the distinct ids of all rows
@@ -34,7 +34,9 @@ class Distinct(NamedTuple):
     missing: Tensor  # (N,) bool: rows with a set that lacks the row's target; False with broken offsets
     broken: Tensor  # () int64: faults of the offsets
     outside: Tensor  # () int64: ids of supervised rows outside the vocabulary
-    numbers: Tensor  # (6,) int64: rows picked, gathered and certain; slots picked and gathered; sets of one id
+    numbers: (
+        Tensor  # (6,) int64: rows picked, gathered and certain; slots picked and gathered; sets of one id
+    )
 
 
 def distinct_ids(
@@ -82,14 +84,14 @@ def distinct_ids(
     keys, _ = keys.sort()
     first = keys < none
     first[1:] &= keys[1:] != keys[:-1]
-    sums = first.cumsum(0)
-    before = torch.nn.functional.pad(sums, (1, 0))
+    ordinals = first.cumsum(0)
+    before = torch.nn.functional.pad(ordinals, (1, 0))
     ends = before[torch.searchsorted(keys, (torch.arange(N + 1, device=device) * V).clamp(max=none))]
     counts = ends.diff()
     if keys.shape[0]:
         at = torch.searchsorted(keys, target_keys).clamp(max=keys.shape[0] - 1)
         missing = has_set & (keys[at] != target_keys)
-        own = (sums[at] - 1).clamp(min=0)
+        own = (ordinals[at] - 1).clamp(min=0)
     else:
         missing = has_set
         own = torch.zeros_like(counts)
@@ -105,7 +107,7 @@ def distinct_ids(
     numbers = torch.stack((*totals[:2], (kinds == CERTAIN).sum(), *totals[2:], single.sum()))
     return Distinct(
         keys,
-        sums,
+        ordinals,
         counts,
         ends[:-1],
         own,
@@ -166,7 +168,7 @@ def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int
     index = torch.nonzero_static(chosen, size=count)[:, 0]
     bounds = torch.nn.functional.pad(ends[index], (1, 0))
     row = (distinct.keys // V).clamp(max=N - 1)
-    first = distinct.sums.diff(prepend=distinct.sums.new_zeros(1)) > 0
+    first = distinct.ordinals.diff(prepend=distinct.ordinals.new_zeros(1)) > 0
     taken = torch.nonzero_static(first & chosen[row], size=size, fill_value=0)[:, 0]
     filled = torch.arange(size, device=device) < bounds[-1]
     own = begins[index] + distinct.own[index] - distinct.begins[index]

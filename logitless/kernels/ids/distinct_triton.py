@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless.kernels.ids.distinct import GATHERED, PICKED, Distinct, Slots
 from logitless.kernels.launch import cached_launch
 
-BLOCK = 256
+BLOCK, WARPS = 256, 4
 # Steps of a binary search: enough for 2^32 entries.
 STEPS = tl.constexpr(32)
 OF_CALLS = {"do_not_specialize": ["S", "N", "M", "total", "count", "size"]}
@@ -78,9 +78,9 @@ def keys_kernel(
     is_offset = i <= M
     offset = tl.load(offsets_ptr + i, mask=is_offset, other=0).to(tl.int64)
     following = tl.load(offsets_ptr + i + 1, mask=i < M, other=0).to(tl.int64)
-    broken = (i < M) & (following < offset)
-    broken = broken | ((i == 0) & (offset != 0)) | ((i == M) & (offset > S))
-    tl.atomic_add(numbers_ptr, tl.sum(broken.to(tl.int64)))
+    broken = ((i < M) & (following < offset)).to(tl.int64)
+    broken += ((i == 0) & (offset != 0)).to(tl.int64) + ((i == M) & (offset > S)).to(tl.int64)
+    tl.atomic_add(numbers_ptr, tl.sum(broken))
 
 
 @cached_launch
@@ -98,7 +98,7 @@ def first_kernel(keys_ptr, first_ptr, total, N, V, BLOCK: tl.constexpr):
 @triton.jit(**OF_CALLS)
 def rows_kernel(
     keys_ptr,
-    sums_ptr,
+    ordinals_ptr,
     lengths_ptr,
     targets_ptr,
     counts_ptr,
@@ -118,11 +118,11 @@ def rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = row < N
-    # `sums` counts the distinct keys up to each one, so `sums[at - 1]` those below `at`.
+    # `ordinals[at - 1]` is the number of distinct keys below `keys[at]`.
     low = lower_bound(keys_ptr, total, row * V)
     high = lower_bound(keys_ptr, total, row * V + V)
-    begin = tl.load(sums_ptr + low - 1, mask=here & (low > 0), other=0)
-    count = tl.load(sums_ptr + high - 1, mask=here & (high > 0), other=0) - begin
+    begin = tl.load(ordinals_ptr + low - 1, mask=here & (low > 0), other=0)
+    count = tl.load(ordinals_ptr + high - 1, mask=here & (high > 0), other=0) - begin
     target = tl.load(targets_ptr + row, mask=here, other=ignore_index)
     length = tl.load(lengths_ptr + row, mask=here, other=0)
     has_set = here & (target != ignore_index) & (length > 0) & (target >= 0) & (target < V)
@@ -130,7 +130,7 @@ def rows_kernel(
     at = lower_bound(keys_ptr, total, key)
     in_set = has_set & (at < total)
     in_set = in_set & (tl.load(keys_ptr + at, mask=in_set, other=-1) == key)
-    own = tl.load(sums_ptr + at, mask=in_set, other=1) - 1
+    own = tl.load(ordinals_ptr + at, mask=in_set, other=1) - 1
     sound = tl.load(numbers_ptr) == 0
     # The kinds of `distinct.py`: 0 plain, 1 picked, 2 gathered, 3 certain.
     kind = tl.where(count > most_gathered, 1, 2)
@@ -160,7 +160,7 @@ def rows_kernel(
 @triton.jit(**OF_CALLS)
 def slots_kernel(
     keys_ptr,
-    sums_ptr,
+    ordinals_ptr,
     counts_ptr,
     begins_ptr,
     owns_ptr,
@@ -184,8 +184,8 @@ def slots_kernel(
     # Slot i of the sorted ones goes to its place among those of the chosen rows.
     here = i < total
     key = tl.load(keys_ptr + i, mask=here, other=0)
-    below = tl.load(sums_ptr + i - 1, mask=here & (i > 0), other=0)
-    first = here & (tl.load(sums_ptr + i, mask=here, other=0) > below)
+    below = tl.load(ordinals_ptr + i - 1, mask=here & (i > 0), other=0)
+    first = here & (tl.load(ordinals_ptr + i, mask=here, other=0) > below)
     row = key // V
     if EVERY:
         place = row
@@ -219,7 +219,7 @@ def slots_kernel(
     # Room for more slots than there are.
     used = tl.load(ends_ptr + N - 1)
     if EVERY:
-        used = tl.load(sums_ptr + total - 1)
+        used = tl.load(ordinals_ptr + total - 1)
     unused = (i >= used) & (i < size)
     tl.store(ids_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=unused)
     tl.store(rows_ptr + i, (tl.zeros([BLOCK], tl.int32) + count).to(tl.int32), mask=unused)
@@ -265,18 +265,19 @@ def distinct_ids(
         ignore_index,
         ADD_TARGETS=add_targets,
         BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     keys, _ = keys.sort()
     first = torch.empty(total, dtype=torch.int8, device=targets.device)
     if total:
-        first_kernel[_grid(total)](keys, first, total, N, V, BLOCK=BLOCK)
-    sums = first.cumsum(0)
+        first_kernel[_grid(total)](keys, first, total, N, V, BLOCK=BLOCK, num_warps=WARPS)
+    ordinals = first.cumsum(0)
     counts, begins, own, kinds = torch.empty(4, N, **long)
     tallies = torch.empty(4, N, **long)
     missing = torch.empty(N, dtype=torch.bool, device=targets.device)
     rows_kernel[_grid(N)](
         keys,
-        sums,
+        ordinals,
         lengths,
         targets,
         counts,
@@ -293,10 +294,11 @@ def distinct_ids(
         most_gathered,
         CERTAIN_ROWS=certain,
         BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     places = tallies.cumsum(1)
     return Distinct(
-        keys, sums, counts, begins, own, kinds, places, missing, numbers[0], numbers[1], numbers[2:]
+        keys, ordinals, counts, begins, own, kinds, places, missing, numbers[0], numbers[1], numbers[2:]
     )
 
 
@@ -312,7 +314,7 @@ def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int
         places, ends = distinct.places[kind - PICKED], distinct.places[kind - PICKED + 2]
     slots_kernel[_grid(total, N, size)](
         distinct.keys,
-        distinct.sums,
+        distinct.ordinals,
         distinct.counts,
         distinct.begins,
         distinct.own,
@@ -331,5 +333,6 @@ def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int
         size,
         EVERY=kind is None,
         BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     return Slots(ids, rows, bounds, own)

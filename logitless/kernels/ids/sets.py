@@ -8,8 +8,8 @@
     slot_rows          d_hidden[n] = sum over the slots of row n of g[s] weight[id of s]
     add_slot_rows      d_weight[v] += sum over the slots with the id v of g[s] hidden[row of s]
 
-A slot is a place of one id; the slots of row n are `bounds[n]:bounds[n + 1]` (`distinct.slots_of`). With z_y the target's logit and
-d = z - z_y:
+A slot is a place of one id; the slots of row n are `bounds[n]:bounds[n + 1]` (`distinct.slots_of`). With
+z_y the target's logit and d = z - z_y:
 
     m = max(0, max d)     R = sum over s != y of exp(d_s - m)     log p(y) = -log(exp(-m) + R) - m
 

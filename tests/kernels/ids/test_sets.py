@@ -43,7 +43,6 @@ def distinct_ids(flat, starts, lengths, targets, V, *, add_targets=False, most_g
 
 def slots_for(sizes=SIZES, V=V, seed=0, size=None):
     flat, starts, lengths, targets, kept = drawn(sizes, V, seed)
-    every = torch.ones(len(sizes), dtype=torch.bool, device=DEVICE)
     found = distinct_ids(flat, starts, lengths, targets, V)
     total = sum(map(len, kept)) if size is None else size
     return distinct.slots_of(found, None, len(sizes), total, V), targets, kept
@@ -54,65 +53,6 @@ def mask_of(kept, V):
     for n, ids in enumerate(kept):
         mask[n, ids] = True
     return mask
-
-
-def test_slots_are_the_distinct_ids_in_rising_order():
-    slots, targets, kept = slots_for()
-    bounds = slots.bounds.tolist()
-    for n, ids in enumerate(kept):
-        part = slice(bounds[n], bounds[n + 1])
-        assert slots.ids[part].tolist() == sorted(set(ids))
-        assert (slots.rows[part] == n).all()
-        if ids:
-            assert slots.ids[slots.own[n]] == targets[n]
-    assert slots.ids.shape[0] == bounds[-1]
-
-
-def test_slots_of_some_rows_and_more_room_than_slots():
-    flat, starts, lengths, targets, kept = drawn(SIZES, V)
-    supervised = torch.tensor([True, True, True, False, True, True, True, True], device=DEVICE)
-    found = distinct_ids(flat, starts, lengths, targets, V)
-    expected = [len(ids) if n != 3 else 0 for n, ids in enumerate(kept)]
-    assert found.counts.tolist() == expected and not found.missing.any() and not found.outside.any()
-    chosen = torch.tensor([True, False, False, True, True, False, False, True], device=DEVICE)
-    slots = sets.slots_of(found, chosen, 4, 20, V)
-    assert slots.bounds.tolist() == [0, 2, 2, 7, 9]
-    assert slots.ids.tolist() == [*sorted(kept[0]), *sorted(kept[4]), *sorted(kept[7]), *[-1] * 11]
-    assert slots.rows.tolist() == [0, 0, 2, 2, 2, 2, 2, 3, 3, *[4] * 11]
-    assert [slots.ids[slots.own[i]].item() for i in (0, 2, 3)] == targets[[0, 4, 7]].tolist()
-
-
-def test_a_missing_target_is_marked_or_added():
-    flat = torch.tensor([3, 5, 9, 1], dtype=torch.int64, device=DEVICE)
-    starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 2, 2, 3], [2, 0, 1, 1]))
-    targets = torch.tensor([4, 7, 9, 1], device=DEVICE)
-    every = torch.ones(4, dtype=torch.bool, device=DEVICE)
-    found = distinct_ids(flat, starts, lengths, targets, 10)
-    assert found.missing.tolist() == [True, False, False, False] and found.counts.tolist() == [2, 0, 1, 1]
-    found = distinct_ids(flat, starts, lengths, targets, 10, add_targets=True)
-    assert not found.missing.any() and found.counts.tolist() == [3, 0, 1, 1]
-    slots = distinct.slots_of(found, None, 4, 5, 10)
-    assert slots.ids.tolist() == [3, 4, 5, 9, 1] and slots.own.tolist()[0] == 1
-
-
-def test_wrong_ids_and_what_lies_beyond_the_last_set():
-    flat = torch.tensor([3, -1, 10, 4, 99], dtype=torch.int64, device=DEVICE)
-    starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 2, 3], [2, 1, 1]))
-    targets, supervised = (torch.tensor(x, device=DEVICE) for x in ([3, 1, 4], [True, False, True]))
-    found = distinct_ids(flat, starts, lengths, targets, 10)
-    assert found.outside.tolist() == [False, True, False, False, False]
-
-
-def test_no_rows_and_no_ids():
-    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    for flat in (none, none + 0):
-        found = distinct_ids(flat, none, none, none, 10)
-        assert found.counts.shape == (0,)
-    zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    every = torch.ones(3, dtype=torch.bool, device=DEVICE)
-    for add in (False, True):
-        found = distinct_ids(none, zeros, zeros, zeros, 10, add_targets=add)
-        assert found.counts.tolist() == [0, 0, 0] and not found.missing.any()
 
 
 HEADS = {"plain": LogitTransform(), "capped": LogitTransform(softcap=3.0, logit_scale=0.5, temperature=0.7)}
@@ -229,7 +169,6 @@ def test_of_equal_logits_the_lowest_id_is_the_largest():
     flat = torch.tensor([2, 5, 7, 2, 5, 7], dtype=torch.int32, device=DEVICE)
     targets = torch.tensor([2, 5], device=DEVICE)
     starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 3], [3, 3]))
-    every = torch.ones(2, dtype=torch.bool, device=DEVICE)
     found = distinct_ids(flat, starts, lengths, targets, 9)
     slots = distinct.slots_of(found, None, 2, 6, 9)
     z = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0], device=DEVICE)
@@ -269,7 +208,6 @@ def test_one_id_in_many_sets():
     n = 300
     flat = torch.stack((torch.full((n,), 4), torch.arange(n) % 3), 1).reshape(-1).to(DEVICE)
     lengths = torch.full((n,), 2, device=DEVICE)
-    every = torch.ones(n, dtype=torch.bool, device=DEVICE)
     targets = torch.full((n,), 4, device=DEVICE)
     found = distinct_ids(flat, lengths.cumsum(0) - 2, lengths, targets, 6)
     slots = distinct.slots_of(found, None, n, 2 * n, 6)
