@@ -37,7 +37,7 @@ INT64 = set(
     " masked_ptr bounds_ptr own_ptr keys_ptr ordinals_ptr lengths_ptr offsets_ptr numbers_ptr begins_ptr"
     " owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
 )
-INT32 = {"scratch_ptr", "rows_ptr", "tokens_ptr"}
+INT32 = {"slot_ids_ptr", "scratch_ptr", "rows_ptr", "tokens_ptr"}
 INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr"}
 # Kernels with one warp a program, which reads few numbers.
 ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")

@@ -118,13 +118,16 @@ class Recorder:
                 whole = {torch.int64: INT64, torch.int32: INT32, torch.int8: INT8}
                 kind = next((dtype for dtype, names in whole.items() if name in names), torch.float32)
                 assert value.dtype == kind, name
-        for name in named.keys() & {"wrong_ptr", "rows_ptr", "found_ptr"}:
+        for name in named.keys() & {"wrong_ptr", "rows_ptr", "found_ptr", "kinds_ptr", "missing_ptr"}:
             named[name].zero_()  # these are looked at: no fault, and a row or an id that exists
         if self.name == "select_kernel":
             named["ids_ptr"].zero_()
         if self.name == "mark_kernel":
             marks = named["marks_ptr"].zero_()
             marks[0] = 1  # every token is supervised
+        if self.name == "rows_kernel":
+            named["numbers_ptr"][3] = named["N"]  # the logits of every row are gathered
+            named["numbers_ptr"][6] = named["total"]
         if self.name == "count_kernel":
             counts = named["counts_ptr"]
             rows = named["rows"]

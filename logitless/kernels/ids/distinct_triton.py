@@ -141,7 +141,8 @@ def rows_kernel(
     tl.store(begins_ptr + row, begin, mask=here)
     tl.store(own_ptr + row, own, mask=here)
     tl.store(kinds_ptr + row, kind.to(tl.int64), mask=here)
-    tl.store(missing_ptr + row, has_set & ~in_set & sound, mask=here)
+    missing = has_set & ~in_set & sound
+    tl.store(missing_ptr + row, missing.to(tl.int8), mask=here)
     picked = (here & (kind == 1)).to(tl.int64)
     gathered = (here & (kind == 2)).to(tl.int64)
     tl.store(tallies_ptr + row, picked, mask=here)
@@ -167,7 +168,7 @@ def slots_kernel(
     kinds_ptr,
     places_ptr,
     ends_ptr,
-    ids_ptr,
+    slot_ids_ptr,
     rows_ptr,
     bounds_ptr,
     own_ptr,
@@ -197,7 +198,7 @@ def slots_kernel(
         begin = end - tl.load(counts_ptr + row, mask=first, other=0)
         to = begin + below - tl.load(begins_ptr + row, mask=first, other=0)
     first = first & (to < size)
-    tl.store(ids_ptr + to, (key - row * V).to(tl.int32), mask=first)
+    tl.store(slot_ids_ptr + to, (key - row * V).to(tl.int32), mask=first)
     tl.store(rows_ptr + to, place.to(tl.int32), mask=first)
     # Row i: where its slots end, and the slot of its target.
     is_row = i < N
@@ -221,7 +222,7 @@ def slots_kernel(
     if EVERY:
         used = tl.load(ordinals_ptr + total - 1)
     unused = (i >= used) & (i < size)
-    tl.store(ids_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=unused)
+    tl.store(slot_ids_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=unused)
     tl.store(rows_ptr + i, (tl.zeros([BLOCK], tl.int32) + count).to(tl.int32), mask=unused)
 
 
@@ -285,7 +286,7 @@ def distinct_ids(
         own,
         kinds,
         tallies,
-        missing,
+        missing.view(torch.int8),
         numbers,
         total,
         N,
