@@ -56,7 +56,7 @@ def distinct_ids(
     if targets.shape[0] and uses_triton(targets.device, torch.float32):
         from logitless.kernels.ids import distinct_triton
 
-        return distinct_triton.distinct_ids(
+        fields = distinct_triton.distinct_ids(
             ids,
             starts,
             lengths,
@@ -68,6 +68,7 @@ def distinct_ids(
             most_gathered=most_gathered,
             certain=certain,
         )
+        return Distinct(*fields)
     N = targets.shape[0]
     S = ids.shape[0]
     device = targets.device
@@ -154,7 +155,7 @@ def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int
     if uses_triton(device, torch.float32):
         from logitless.kernels.ids import distinct_triton
 
-        return distinct_triton.slots_of(distinct, kind, count, size, V)
+        return Slots(*distinct_triton.slots_of(distinct, kind, count, size, V))
     N = distinct.counts.shape[0]
     if kind is None:
         chosen = torch.ones(N, dtype=torch.bool, device=device)

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.ids.distinct import GATHERED, PICKED, Distinct, Slots
 from logitless.kernels.launch import cached_launch
 
 BLOCK, WARPS = 256, 4
@@ -242,7 +241,8 @@ def distinct_ids(
     add_targets: bool,
     most_gathered: int,
     certain: bool,
-) -> Distinct:
+) -> tuple[Tensor, ...]:
+    """The fields of `Distinct`, in their order."""
     N = targets.shape[0]
     S = ids.shape[0]
     M = offsets.shape[0] - 1
@@ -298,21 +298,20 @@ def distinct_ids(
         num_warps=WARPS,
     )
     places = tallies.cumsum(1)
-    return Distinct(
-        keys, ordinals, counts, begins, own, kinds, places, missing, numbers[0], numbers[1], numbers[2:]
-    )
+    return (keys, ordinals, counts, begins, own, kinds, places, missing, numbers[0], numbers[1], numbers[2:])
 
 
-def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int) -> Slots:
+def slots_of(distinct, kind: int | None, count: int, size: int, V: int) -> tuple[Tensor, ...]:
+    """The fields of `Slots`, in their order."""
     N = distinct.counts.shape[0]
     total = distinct.keys.shape[0]
     device = distinct.counts.device
     bounds, own = torch.empty(2 * count + 1, dtype=torch.int64, device=device).split((count + 1, count))
     ids, rows = torch.empty(2, size, dtype=torch.int32, device=device)
-    # With kind=None the kernel reads neither of the two vectors.
+    # With kind=None the kernel does not use the two vectors.
     places, ends = distinct.places[0], distinct.places[2]
     if kind is not None:
-        places, ends = distinct.places[kind - PICKED], distinct.places[kind - PICKED + 2]
+        places, ends = distinct.places[kind - 1], distinct.places[kind + 1]
     slots_kernel[_grid(total, N, size)](
         distinct.keys,
         distinct.ordinals,
@@ -329,11 +328,11 @@ def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int
         total,
         N,
         V,
-        GATHERED if kind is None else kind,
+        0 if kind is None else kind,
         count,
         size,
         EVERY=kind is None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    return Slots(ids, rows, bounds, own)
+    return ids, rows, bounds, own
