@@ -105,7 +105,7 @@ def known_softmax(
     start = tl.load(known_ptr + 2 * rows + row).to(tl.int32) * TILE
     lane = tl.arange(0, TILE)
     z, slope = values(ptr, start + lane, start + lane < width, bias_ptr, scale, softcap, PLAIN)
-    top, argmax_id = first_best(z, tl.full([TILE], 0, tl.int32) + start, lane)
+    top, argmax_id = first_best(z, start, lane)
     return shift, log_sum, argmax_id
 
 

@@ -54,9 +54,8 @@ def merged_halves(top, total, top_r, total_r, rate):
     """`partial_softmax` of a tile from those of its halves."""
     shift, shift_r = tl.floor(rate * top), tl.floor(rate * top_r)
     highest = tl.maximum(shift, shift_r)
-    return tl.maximum(top, top_r), total * exact_power(shift, highest) + total_r * exact_power(
-        shift_r, highest
-    )
+    total = total * exact_power(shift, highest) + total_r * exact_power(shift_r, highest)
+    return tl.maximum(top, top_r), total
 
 
 @triton.jit
