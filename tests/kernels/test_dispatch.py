@@ -29,7 +29,8 @@ def test_hopper_has_its_own(generation):
     found = find(CUDA)
     assert found.__name__ == "logitless.kernels.hopper" and found.DTYPES == (torch.bfloat16,)
     assert found.row_bytes(1024, stored=True) - found.row_bytes(1024, stored=False) == 2 * 1024
-    assert callable(found.read) and callable(found.write)
+    assert found.normalizer_bytes(1024, 2) == 2 * 4 * (2 * 1024 // 256 + 3)
+    assert callable(found.read) and callable(found.write) and callable(found.store)
 
 
 @pytest.mark.parametrize("major", [8, 10, 12])
