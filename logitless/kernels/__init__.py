@@ -76,8 +76,7 @@ def fused_products(device: torch.device) -> ModuleType | None:
     """The products with an epilogue for the GPU generation of `device`, or None where there are none.
 
     The package of a generation has `DTYPES`, the operand dtypes that it multiplies, and the functions `read`,
-    `write`, `row_bytes`, `store` and `normalizer_bytes`, as `fused_projection.py` describes them. The first
-    call imports it, and Triton.
+    `write` and `row_bytes`, as `fused_projection.py` describes them. The first call imports it, and Triton.
     """
     return _products_of(_generation(device) if _planned is None else _planned)
 

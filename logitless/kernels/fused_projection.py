@@ -1,16 +1,13 @@
-"""Project a chunk and compute its statistics in one kernel.
+"""Project a chunk and compute its statistics in one kernel, without materializing the logits.
 
     read     hidden, weight -> log p(target), log-sum-exp, entropy and arg-max hit and, if asked for,
              d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one
     write    hidden, weight -> d loss / d logits from the gradients of the per-token statistics: `project` and
              `logits_gradient` in one
-    store    hidden, weight -> logits, rounded and stored, and the normalizers of their softmaxes: `project`
-             and the first pass of `fused_divergence` in one
 
-`read` and `write` do not materialize the logits. For these two the logits are the product's fp32
-accumulators and are never rounded. Two passes over the same rows, in another grad mode or with another number
-of rows, must use the same logits. Therefore `serves` decides from device, dtypes and head alone whether the
-logits of a call are fp32, and `stores` whether `store` projects. The two kernels cannot evaluate the loss
+The logits are the product's fp32 accumulators and are never rounded. Two passes over the same rows, in
+another grad mode or with another number of rows, must use the same logits. Therefore `serves` decides from
+device, dtypes and head alone whether the logits of a call are fp32. These kernels cannot evaluate the loss
 between the statistics and the gradient of a chunk, compute weighted sums of logits or return predictions
 (`objectives.tokens.can_fuse_epilogue`): such a pass writes the chunk's logits to memory in fp32. Each GPU
 generation has its own kernels, and most have none (`kernels.fused_products`). There is no twin: on other
@@ -23,7 +20,6 @@ from torch import Tensor
 
 from logitless.kernels import fused_products, uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.softmaxes import Normalizers, Softmaxes
 from logitless.kernels.head.transform import LogitTransform
 
 
@@ -106,25 +102,3 @@ def write(
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
     products = fused_products(hidden.device)
     products.write(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)
-
-
-def stores(logits_dtype: torch.dtype, dtype: torch.dtype, H: int, *heads: Tensor) -> bool:
-    """Whether `store` takes hidden states (C, H) in `dtype`, each of these heads, and logits in
-    `logits_dtype`: in the dtype of the products, with rows at multiples of 16 bytes."""
-    same = logits_dtype == dtype and all(head.shape[0] * dtype.itemsize % 16 == 0 for head in heads)
-    return same and serves(dtype, H, *heads)
-
-
-def normalizer_bytes(device: torch.device, V: int, softmaxes: int) -> int:
-    """Bytes per row of the normalizers and of the partial results from which `store` computes them."""
-    return fused_products(device).normalizer_bytes(V, softmaxes)
-
-
-def store(
-    hidden: Tensor,  # (C, H)
-    weight: Tensor,  # (V, H), in hidden's dtype
-    logits: Tensor,  # (C, V) in that dtype, written: hidden @ weight.T
-    softmaxes: Softmaxes,
-) -> Normalizers:
-    """Fill `logits`, and return the normalizers of the softmaxes of what was stored."""
-    return fused_products(hidden.device).store(hidden, weight, logits, softmaxes)

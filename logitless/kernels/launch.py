@@ -26,7 +26,6 @@ OF_CHUNKS = {
             *("logps", "lse", "lse_residual", "entropy", "is_top1", "sum_logits", "log_sum_sq"),
             *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
             *("acceptance", "teacher_rows", "teacher_lse", "teacher_residual"),
-            *("known_s", "known_t", "known_1"),
             *("ids", "z", "read_lse", "read_residual", "read_entropy", "rest"),
             *("g_logps", "g_rest", "entries", "values"),
             *("x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "sums"),

@@ -12,7 +12,6 @@ from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.terms import Term
 from logitless.errors import value_error
-from logitless.kernels.head.softmaxes import Normalizers, Softmaxes
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.linear import LinearLoss
 from logitless.losses.output import LossOutput
@@ -84,18 +83,9 @@ class LogitsLoss(LinearLoss):
         batch: Batch,
         factors: Tensor | None,
         gradient: Tensor | None,
-        normalizers: tuple[Normalizers, Normalizers] | None = None,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         """The result of `terms`, computed by a kernel from products before the logit transform.
 
         With `factors` (n,), the kernel also writes d sum(factors * loss) / d products to `gradient`.
-        `normalizers` are those of `softmaxes`, where the products computed them.
         """
         raise NotImplementedError
-
-    def softmaxes(
-        self, V: int, bias: Tensor | None, inputs: Mapping[str, Tensor | None]
-    ) -> tuple[Softmaxes, Softmaxes] | None:
-        """The softmaxes of student and teacher whose normalizers `kernel` takes from the products with the
-        heads; None if it takes none."""
-        return None

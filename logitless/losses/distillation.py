@@ -14,7 +14,6 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import MIN_LOGPROB
-from logitless.kernels.head.softmaxes import Normalizers, Softmaxes, softmaxes_of_divergence
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.divergences import DIVERGENCES, log_of_others
@@ -181,7 +180,6 @@ class DistillationLoss(LogitsLoss):
         batch: Batch,
         factors: Tensor | None,
         gradient: Tensor | None,
-        normalizers: tuple[Normalizers, Normalizers] | None = None,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         options = {
             "gradient": gradient,
@@ -196,20 +194,13 @@ class DistillationLoss(LogitsLoss):
         rows = (logits, batch.teacher_logits)
         labels = batch.labels
         if not batch.vocabulary.sharded:
-            stats = kernels.fused_divergence(*rows, labels, factors, normalizers=normalizers, **options)
+            stats = kernels.fused_divergence(*rows, labels, factors, **options)
             return self._mixed(*stats[: len(self.metric_names)])
         # -1 without labels, and for a label outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
         stats = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
         return self._mixed(*stats[: len(self.metric_names)])
-
-    def softmaxes(
-        self, V: int, bias: Tensor | None, inputs: Mapping[str, Tensor | None]
-    ) -> tuple[Softmaxes, Softmaxes]:
-        heads = {"head": self.head, "teacher_head": self.teacher_head}
-        biases = {"bias": bias, "teacher_bias": inputs["teacher_bias"]}
-        return softmaxes_of_divergence(V, inputs["teacher_weight"].shape[0], **heads, **biases)
 
     def __call__(
         self,

@@ -110,7 +110,7 @@ def divergence_combinations() -> Iterator[Combination]:
     for (logits, product), (mode, overlap), plain, split in itertools.product(
         PAIRS, OVERLAPS, *[(False, True)] * 2
     ):
-        flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product, "KNOWN": 0}
+        flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product}
         flags["BLOCK"] = divergence_triton.BLOCK
         flags |= dict(zip(("OVERLAP", "ROWS", "MASS"), overlap, strict=True))
         yield combination("divergence_kernel", {"student": logits, "teacher": logits, "grad": product}, flags)

@@ -29,8 +29,7 @@ def test_hopper_has_its_own(generation):
     found = find(CUDA)
     assert found.__name__ == "logitless.kernels.hopper" and found.DTYPES == (torch.bfloat16,)
     assert found.row_bytes(1024, stored=True) - found.row_bytes(1024, stored=False) == 2 * 1024
-    assert found.normalizer_bytes(1024, 2) == 2 * 4 * (2 * 1024 // 256 + 3)
-    assert callable(found.read) and callable(found.write) and callable(found.store)
+    assert callable(found.read) and callable(found.write)
 
 
 @pytest.mark.parametrize("major", [8, 10, 12])

@@ -3,7 +3,6 @@
 Such a loss is a sum over tokens, so the loss of a chunk and its gradient are computed right after product 1.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -24,8 +23,6 @@ from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
 from logitless.engine.terms import UnitFactors
-from logitless.kernels import fused_projection
-from logitless.kernels.head.softmaxes import Normalizers, Softmaxes
 from logitless.kernels.matmul import project
 
 
@@ -84,11 +81,7 @@ class LogitsObjective:
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         row, fixed = logits_bytes(call)
-        row += measured_row_bytes(call)
-        if (needed := softmaxes_of(call)) is not None:
-            for weight, softmaxes in zip((call.weight, call.inputs["teacher_weight"]), needed, strict=True):
-                row += fused_projection.normalizer_bytes(weight.device, weight.shape[0], softmaxes.count)
-        return Costs(row, fixed, linear_in_logps=False, rereads=True)
+        return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
 
     def named_statistics(self) -> dict[str, Tensor]:
         loss = self.call.loss
@@ -97,41 +90,26 @@ class LogitsObjective:
         return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
-        step = chunk.step
-        student = None
-        if step.read and self._softmaxes is not None:
-            student = fused_projection.store(chunk.features, head.weight, chunk.logits, self._softmaxes[0])
-        else:
-            head.project(chunk)
-        if step.read:
-            written = chunk if step.write else None
-            self._evaluate(Span(step.start, step.stop), chunk.logits, written, student)
+        head.project(chunk)
+        if chunk.step.read:
+            step = chunk.step
+            self._evaluate(Span(step.start, step.stop), chunk.logits, chunk if step.write else None)
 
     def evaluate(self, span: Span) -> None:
         if span.stop == span.start:
             width = self.call.weight.shape[0]
             self._evaluate(span, self.call.weight.new_empty((0, width), dtype=self.call.logits_dtype), None)
 
-    @functools.cached_property
-    def _softmaxes(self) -> tuple[Softmaxes, Softmaxes] | None:
-        return softmaxes_of(self.call)
-
-    def _evaluate(
-        self, span: Span, logits: Tensor, written: Chunk | None, student: Normalizers | None = None
-    ) -> None:
-        """Compute the loss on the logits of a span and, if `written` is a chunk, its gradient. `student`: the
-        normalizers of these logits, if the product computed them."""
+    def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
+        """Compute the loss on the logits of a span and, if `written` is a chunk, its gradient."""
         call = self.call
         batch = batch_of(call, self.rows, span)
-        normalizers = None
         if call.loss.teacher:
-            batch.teacher_logits = None
-            if call.inputs["teacher_hidden"] is not None:
-                batch.teacher_logits, teacher = self._teacher_logits(span, logits, known=student is not None)
-                normalizers = None if teacher is None else (student, teacher)
+            taught = call.inputs["teacher_hidden"] is not None
+            batch.teacher_logits = self._teacher_logits(span, logits) if taught else None
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
         if call.loss.has_kernel(logits.device, logits.dtype, call.inputs):
-            evaluation = self._by_kernel(logits, batch, upstream, written, normalizers)
+            evaluation = self._by_kernel(logits, batch, upstream, written)
         else:
             inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
             chunk_inputs = ChunkInputs(
@@ -144,27 +122,16 @@ class LogitsObjective:
         if self.values is not None:
             self.values[span.start : span.stop] = evaluation.values
 
-    def _teacher_logits(
-        self, span: Span, logits: Tensor, *, known: bool
-    ) -> tuple[Tensor, Normalizers | None]:
-        """The teacher's logits of a span and, if `known`, their normalizers."""
+    def _teacher_logits(self, span: Span, logits: Tensor) -> Tensor:
         hidden, weight = self.call.inputs["teacher_hidden"], self.call.inputs["teacher_weight"]
         rows = logits.shape[0]
         if self._teacher_buffer is None or self._teacher_buffer.shape[0] < rows:
             self._teacher_buffer = logits.new_empty(rows, weight.shape[0])
         features = hidden[self.rows.at(span.start, span.stop)].to(weight.dtype)
-        place = self._teacher_buffer[:rows]
-        if known:
-            return place, fused_projection.store(features, weight, place, self._softmaxes[1])
-        return project(features, weight, place), None
+        return project(features, weight, self._teacher_buffer[:rows])
 
     def _by_kernel(
-        self,
-        logits: Tensor,
-        batch: Batch,
-        upstream: Tensor | None,
-        written: Chunk | None,
-        normalizers: tuple[Normalizers, Normalizers] | None,
+        self, logits: Tensor, batch: Batch, upstream: Tensor | None, written: Chunk | None
     ) -> Evaluation:
         factors = gradient = None
         if written is not None:
@@ -177,10 +144,7 @@ class LogitsObjective:
             if batch.ignored is not None:
                 factors = factors.masked_fill(batch.ignored, 0.0)
             gradient = written.grad_buffer
-        loss = self.call.loss
-        # A loss of another author has no such parameter, and asks for no normalizers.
-        known = {} if normalizers is None else {"normalizers": normalizers}
-        terms, metrics = loss.kernel(logits, self.call.bias, batch, factors, gradient, **known)
+        terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
         self._gradient = gradient
         return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)
 
@@ -190,26 +154,6 @@ class LogitsObjective:
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         return ()
-
-
-def softmaxes_of(call: HeadCall) -> tuple[Softmaxes, Softmaxes] | None:
-    """The softmaxes of student and teacher whose normalizers the products with the heads compute; None if the
-    kernel of the loss computes them from the logits.
-
-    It depends on loss, device, dtypes and heads, not on the rows, so every chunk and pass uses the same
-    products.
-    """
-    loss = call.loss
-    if not loss.teacher or call.inputs.get("teacher_hidden") is None or call.vocabulary.sharded:
-        return None
-    if not loss.has_kernel(call.weight.device, call.logits_dtype, call.inputs):
-        return None
-    teacher = call.inputs["teacher_weight"]
-    heads = call.weight if call.frozen is None else call.frozen, teacher
-    stores = fused_projection.stores(call.logits_dtype, call.dtype, call.hidden.shape[1], *heads)
-    if teacher.dtype != call.dtype or not stores:
-        return None
-    return loss.softmaxes(call.weight.shape[0], call.bias, call.inputs)
 
 
 def _unreduced_factors(call: HeadCall, rows: Rows) -> UnitFactors:

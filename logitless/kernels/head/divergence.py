@@ -42,7 +42,6 @@ from logitless.kernels.head.cross_entropy import (
     twin_bytes,
     twin_rows,
 )
-from logitless.kernels.head.softmaxes import Normalizers
 from logitless.kernels.head.transform import LogitTransform
 
 # Log-probability in place of -inf, for an id that is ruled out: its exponential is 0 in every dtype, and
@@ -140,8 +139,6 @@ def fused_divergence(
     teacher_lse: tuple[Tensor, Tensor]
     | None = None,  # of the teacher's rows: log-sum-exp over all ids of the teacher, and its rounding error
     lk_eta: float = 3.0,
-    normalizers: tuple[Normalizers, Normalizers]
-    | None = None,  # of student and teacher, for the kernel; not with `teacher_rows`
 ) -> DivergenceStats:
     """Statistics of a chunk and, given `factors`, the gradient with respect to the student's products of
     `factors * (hard_weight * hard + (1 - hard_weight) * soft)`.
@@ -169,7 +166,6 @@ def fused_divergence(
         return _divergence_twin(student, teacher, labels, factors, **options)
     from logitless.kernels.head import divergence_triton
 
-    options["normalizers"] = normalizers
     return DivergenceStats(*divergence_triton.divergence_pass(student, teacher, labels, factors, **options))
 
 

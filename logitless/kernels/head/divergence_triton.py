@@ -6,9 +6,6 @@
 3. With that mean known, write the gradient over the student's logits. The forward KL needs no mean, so 2 and
    3 are one pass.
 
-With KNOWN there is no pass 1: the products with the heads computed the normalizers
-(`fused_projection.store`).
-
 With OVERLAP, pass 2 also sums the acceptance rate sum min(s, p), where p is the teacher's distribution t or,
 with MASS, its part over these ids of a larger vocabulary. TV, NLA and LK are functions of it and of the
 forward KL; their gradient is a (s - t) - b s ([s < p] - sum s [s < p]), with two factors a and b per row.
@@ -23,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.head.softmaxes import Normalizers, is_plain
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
@@ -92,21 +88,6 @@ def first_best(best, best_start, lane):
     """The maximum, and the first column that has it."""
     top = tl.max(best, 0)
     return top, tl.min(tl.where(best == top, best_start + lane, 2147483647), 0)
-
-
-@triton.jit
-def known_softmax(
-    known_ptr, row, ptr, width, bias_ptr, scale, softcap, PLAIN: tl.constexpr, TILE: tl.constexpr
-):
-    """(shift, log2 sum, first column with the largest logit) of a row's softmax over `width` columns."""
-    rows = tl.num_programs(0)
-    shift = tl.load(known_ptr + row)
-    log_sum = tl.load(known_ptr + rows + row)
-    start = tl.load(known_ptr + 2 * rows + row).to(tl.int32) * TILE
-    lane = tl.arange(0, TILE)
-    z, slope = values(ptr, start + lane, start + lane < width, bias_ptr, scale, softcap, PLAIN)
-    top, argmax_id = first_best(z, start, lane)
-    return shift, log_sum, argmax_id
 
 
 @triton.jit
@@ -215,9 +196,6 @@ def divergence_kernel(
     teacher_rows_ptr,
     teacher_lse_ptr,
     teacher_residual_ptr,
-    known_s_ptr,
-    known_t_ptr,
-    known_1_ptr,
     student_stride,
     teacher_stride,
     grad_stride,
@@ -239,14 +217,12 @@ def divergence_kernel(
     ROWS: tl.constexpr,
     MASS: tl.constexpr,
     ALIAS: tl.constexpr,
-    KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`cold` is 1 / temperature. SPLIT: the cross-entropy has a gradient, or a softmax of its own (another
     temperature, more ids). OVERLAP: compute the acceptance rate. ROWS: the row of the teacher
     is `teacher_rows`. MASS: the teacher has more ids than these; `teacher_lse` and `teacher_residual` are the
-    log-sum-exp of all, and its rounding error. KNOWN: the columns per tile of `known_s`, `known_t` and, with
-    SPLIT, `known_1`, the values (3, rows) of `softmaxes.Normalizers`; 0 if they are not known."""
+    log-sum-exp of all, and its rounding error."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_row = tl.load(teacher_rows_ptr + row).to(tl.int64) if ROWS else row
@@ -262,73 +238,52 @@ def divergence_kernel(
     rate_s = rate_1 * cold
     rate_t = (teacher_scale if PLAIN else 1.0) * LOG2E * cold
 
+    z, slope = values(student_ptr, lane, lane < common, bias_ptr, scale, softcap, PLAIN)
+    t, slope_t = values(
+        teacher_ptr, lane, lane < common, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
+    )
+    top_s, top_t = tl.max(z, 0), tl.max(t, 0)
+    top_1 = top_s
+    shift_s, shift_t, shift_1 = rate_s * top_s, rate_t * top_t, rate_1 * top_s
+    argmax_id, teacher_argmax_id, argmax_id_1 = 0, 0, 0
     zeros = tl.zeros([BLOCK], tl.float32)
-    if KNOWN:
-        shift_s, log_sum_s, argmax_id = known_softmax(
-            known_s_ptr, row, student_ptr, common, bias_ptr, scale, softcap, PLAIN, KNOWN
-        )
-        shift_t, log_sum_t, teacher_argmax_id = known_softmax(
-            known_t_ptr,
-            row,
-            teacher_ptr,
-            common,
-            teacher_bias_ptr,
-            teacher_scale,
-            teacher_softcap,
-            PLAIN,
-            KNOWN,
-        )
-        argmax_id_1, shift_1, log_sum_1 = argmax_id, shift_s, log_sum_s
-        if SPLIT:
-            shift_1, log_sum_1, argmax_id_1 = known_softmax(
-                known_1_ptr, row, student_ptr, V, bias_ptr, scale, softcap, PLAIN, KNOWN
-            )
-    else:
-        z, slope = values(student_ptr, lane, lane < common, bias_ptr, scale, softcap, PLAIN)
-        t, slope_t = values(
-            teacher_ptr, lane, lane < common, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
-        )
-        top_s, top_t = tl.max(z, 0), tl.max(t, 0)
-        top_1 = top_s
-        shift_s, shift_t, shift_1 = rate_s * top_s, rate_t * top_t, rate_1 * top_s
-        argmax_id, teacher_argmax_id, argmax_id_1 = 0, 0, 0
+    sum_s, sum_t, sum_1 = zeros, zeros, zeros
+    again = 1
+    while again != 0:
         sum_s, sum_t, sum_1 = zeros, zeros, zeros
-        again = 1
-        while again != 0:
-            sum_s, sum_t, sum_1 = zeros, zeros, zeros
-            best_s = tl.full([BLOCK], -float("inf"), tl.float32)
-            start_s = tl.zeros([BLOCK], tl.int32)
-            best_t, start_t, best_1, start_1 = best_s, start_s, best_s, start_s
-            for start in range(0, V, BLOCK):
-                cols = start + lane
-                shared = cols < common
-                z, slope = values(
-                    student_ptr, cols, cols < V if SPLIT else shared, bias_ptr, scale, softcap, PLAIN
-                )
-                t, slope_t = values(
-                    teacher_ptr, cols, shared, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
-                )
-                if SPLIT:
-                    sum_1, best_1, start_1 = added(z, rate_1, start, shift_1, sum_1, best_1, start_1)
-                    z = tl.where(shared, z, -float("inf"))
-                sum_s, best_s, start_s = added(z, rate_s, start, shift_s, sum_s, best_s, start_s)
-                sum_t, best_t, start_t = added(t, rate_t, start, shift_t, sum_t, best_t, start_t)
-            top_s, argmax_id = first_best(best_s, start_s, lane)
-            top_t, teacher_argmax_id = first_best(best_t, start_t, lane)
-            rises = (rate_s * top_s > shift_s + DRIFT) | (rate_t * top_t > shift_t + DRIFT)
+        best_s = tl.full([BLOCK], -float("inf"), tl.float32)
+        start_s = tl.zeros([BLOCK], tl.int32)
+        best_t, start_t, best_1, start_1 = best_s, start_s, best_s, start_s
+        for start in range(0, V, BLOCK):
+            cols = start + lane
+            shared = cols < common
+            z, slope = values(
+                student_ptr, cols, cols < V if SPLIT else shared, bias_ptr, scale, softcap, PLAIN
+            )
+            t, slope_t = values(
+                teacher_ptr, cols, shared, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
+            )
             if SPLIT:
-                top_1, argmax_id_1 = first_best(best_1, start_1, lane)
-                rises |= rate_1 * top_1 > shift_1 + DRIFT
-            shift_s = tl.where(rises, rate_s * top_s, shift_s)
-            shift_t = tl.where(rises, rate_t * top_t, shift_t)
-            shift_1 = tl.where(rises, rate_1 * top_1, shift_1)
-            again = rises.to(tl.int32)
-        log_sum_s, log_sum_t = tl.log2(tl.sum(sum_s, 0)), tl.log2(tl.sum(sum_t, 0))
+                sum_1, best_1, start_1 = added(z, rate_1, start, shift_1, sum_1, best_1, start_1)
+                z = tl.where(shared, z, -float("inf"))
+            sum_s, best_s, start_s = added(z, rate_s, start, shift_s, sum_s, best_s, start_s)
+            sum_t, best_t, start_t = added(t, rate_t, start, shift_t, sum_t, best_t, start_t)
+        top_s, argmax_id = first_best(best_s, start_s, lane)
+        top_t, teacher_argmax_id = first_best(best_t, start_t, lane)
+        rises = (rate_s * top_s > shift_s + DRIFT) | (rate_t * top_t > shift_t + DRIFT)
         if SPLIT:
-            log_sum_1 = tl.log2(tl.sum(sum_1, 0))
-        else:
-            argmax_id_1, shift_1, log_sum_1 = argmax_id, shift_s, log_sum_s
+            top_1, argmax_id_1 = first_best(best_1, start_1, lane)
+            rises |= rate_1 * top_1 > shift_1 + DRIFT
+        shift_s = tl.where(rises, rate_s * top_s, shift_s)
+        shift_t = tl.where(rises, rate_t * top_t, shift_t)
+        shift_1 = tl.where(rises, rate_1 * top_1, shift_1)
+        again = rises.to(tl.int32)
+    log_sum_s, log_sum_t = tl.log2(tl.sum(sum_s, 0)), tl.log2(tl.sum(sum_t, 0))
     tl.store(agreement_ptr + row, (argmax_id == teacher_argmax_id).to(tl.float32))
+    if SPLIT:
+        log_sum_1 = tl.log2(tl.sum(sum_1, 0))
+    else:
+        argmax_id_1, shift_1, log_sum_1 = argmax_id, shift_s, log_sum_s
     tl.store(is_top1_ptr + row, (argmax_id_1 == y).to(tl.float32))
     z_y, slope_y = values(student_ptr, y, has_label, bias_ptr, scale, softcap, PLAIN)
     tl.store(hard_ptr + row, tl.where(has_label, (log_sum_1 - tl.fma(z_y, rate_1, -shift_1)) * LN2, 0.0))
@@ -431,16 +386,13 @@ def biases(
 ) -> tuple[bool, list[Tensor]]:
     """Whether the logits are plain multiples of the products, in the same order, and both biases as the
     kernels read them."""
-    plain = is_plain(head, teacher_head, bias, teacher_bias)
-    pairs = (bias, student.shape[1]), (teacher_bias, common)
-    return plain, [bias_vector(x, width, student.device, plain=plain) for x, width in pairs]
-
-
-def bias_vector(bias: Tensor | None, width: int, device: torch.device, *, plain: bool) -> Tensor:
-    """The bias as the kernels read it, which do not if the logits are plain."""
-    if bias is None:
-        return torch.zeros(0 if plain else width, dtype=torch.float32, device=device)
-    return dense(bias, torch.float32)
+    plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
+    plain = plain and min(head.logit_scale, teacher_head.logit_scale) > 0
+    widths = (student.shape[1], common)
+    options = {"dtype": torch.float32, "device": student.device}
+    empty = [torch.zeros(0 if plain else width, **options) for width in widths]
+    vectors = zip(empty, (bias, teacher_bias), strict=True)
+    return plain, [zeros if x is None else dense(x, torch.float32) for zeros, x in vectors]
 
 
 def divergence_pass(
@@ -461,7 +413,6 @@ def divergence_pass(
     teacher_rows: Tensor | None,
     teacher_lse: tuple[Tensor, Tensor] | None,
     lk_eta: float,
-    normalizers: tuple[Normalizers, Normalizers] | None,
 ) -> tuple[Tensor, ...]:
     C, V = student.shape
     common = min(student.shape[1], teacher.shape[1])
@@ -474,11 +425,6 @@ def divergence_pass(
     if labels is None:
         labels = torch.full((C,), -1, dtype=torch.int64, device=student.device)
     labels = dense(labels)
-    known = [outputs[0]] * 3
-    if normalizers is not None:
-        ours, taught = normalizers
-        # Where one softmax of the student was asked for, it serves as both.
-        known = [ours.values[0], taught.values[0], ours.values[-1]]
     divergence_kernel[(C,)](
         student,
         teacher,
@@ -490,7 +436,6 @@ def divergence_pass(
         outputs[-1],
         labels if teacher_rows is None else dense(teacher_rows),
         *((outputs[0], outputs[0]) if teacher_lse is None else map(dense, teacher_lse)),
-        *known,
         student.stride(0),
         teacher.stride(0),
         grad.stride(0),
@@ -512,7 +457,6 @@ def divergence_pass(
         ROWS=teacher_rows is not None,
         MASS=teacher_lse is not None,
         ALIAS=grad.dtype != student.dtype,
-        KNOWN=0 if normalizers is None else normalizers[0].tile,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

@@ -7,15 +7,10 @@ import itertools
 import sys
 from typing import NamedTuple
 
-from tests.kernels.compile_kernels import DISTILLATION, heads
+from tests.kernels.compile_kernels import heads
 from tests.kernels.offline import Source, compile_sources, jitted
 
 PROGRAMS = 132  # multiprocessors of an H200
-# Arguments in fp32.
-NUMBERS = (
-    *("gain", "squash", "cap", "scale", "softcap", "teacher_scale", "teacher_softcap"),
-    *("cold", "beta", "hard_weight", "eta"),
-)
 GROUP = 16  # row tiles of a group at H = 4,096
 
 
@@ -44,32 +39,15 @@ def variants() -> list[Variant]:
             found.append(Variant("gradient_kernel", tuple(flags.items())))
         sums = (False,) if softcap else (False, True)
         found += [Variant("shift_kernel", (*head.items(), ("SUMS", each))) for each in sums]
-    for plain in (False, True):
-        found.append(Variant("normalizers_kernel", (("PLAIN", plain),)))
-        for second in (False, True):
-            found.append(Variant("logits_kernel", (("PLAIN", plain), ("SECOND", second))))
-        for (mode, (overlap, _, _)), split in itertools.product(DISTILLATION, (False, True)):
-            flags = {"MODE": mode, "OVERLAP": overlap, "PLAIN": plain, "SPLIT": split}
-            found.append(Variant("divergence_kernel", tuple(flags.items())))
     return found
 
 
 def source(variant: Variant) -> Source:
-    from logitless.kernels.head import divergence_triton, row_partials_triton
-    from logitless.kernels.hopper import (
-        fused_gradient_triton,
-        fused_projection_triton,
-        stored_logits_triton,
-    )
+    from logitless.kernels.head import row_partials_triton
+    from logitless.kernels.hopper import fused_gradient_triton, fused_projection_triton
     from logitless.kernels.hopper.product_tiles_triton import BLOCK_K, BLOCK_M, BLOCK_N, TILE, WARPS
 
-    modules = (
-        fused_projection_triton,
-        fused_gradient_triton,
-        row_partials_triton,
-        stored_logits_triton,
-        divergence_triton,
-    )
+    modules = fused_projection_triton, fused_gradient_triton, row_partials_triton
     found = [getattr(module, variant.kernel, None) for module in modules]
     kernel = jitted(next(kernel for kernel in found if kernel is not None))
     product = "x" in kernel.arg_names
@@ -80,25 +58,18 @@ def source(variant: Variant) -> Source:
     if variant.kernel == "finish_kernel":
         constants |= {"ROWS": fused_projection_triton.ROWS, "TILES": fused_projection_triton.TILES}
         constants |= {"BM": BLOCK_M, "BN": BLOCK_N}
-    if variant.kernel == "normalizers_kernel":
-        constants |= {"ROWS": stored_logits_triton.ROWS, "TILES": stored_logits_triton.TILES}
-    if variant.kernel == "divergence_kernel":
-        constants |= {"ROWS": False, "MASS": False, "ALIAS": False, "KNOWN": BLOCK_N}
-        constants |= {"BLOCK": divergence_triton.BLOCK}
     tiles = {"x": (BLOCK_M, BLOCK_K), "w": (BLOCK_N, BLOCK_K), "grad": (BLOCK_M, BLOCK_N // 2)}
-    tiles["logits"] = tiles["grad"]
 
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
         if name in tiles:
             return "tensordesc<bf16[{},{}]>".format(*tiles[name])
-        if name in ("x_ptr", "w_ptr", "grad_ptr", "student_ptr", "teacher_ptr"):
+        if name in ("x_ptr", "w_ptr", "grad_ptr"):
             return "*bf16"
         if name.endswith("_ptr"):
-            wide = ("targets_ptr", "labels_ptr", "teacher_rows_ptr")
-            return "*i64" if name in wide else {"again_ptr": "*i32"}.get(name, "*fp32")
-        return "fp32" if name in NUMBERS else "i32"
+            return {"targets_ptr": "*i64", "again_ptr": "*i32"}.get(name, "*fp32")
+        return "fp32" if name in ("gain", "squash", "cap") else "i32"
 
     signature = {name: type_of(name) for name in kernel.arg_names}
     assert set(constants) <= set(signature), variant
