@@ -42,13 +42,13 @@ class Case:
     """A padded batch in fp64, its sets, and its loss on full logits."""
 
     def __init__(self, kind: str, settings: dict, sizes: str, *, seed: int = 0):
-        generator = torch.Generator(DEVICE).manual_seed(seed)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
         self.hidden, self.weight, self.bias = random(B, T, H), random(V, H) * 0.7, random(V)
         self.targets = torch.randint(V, (B, T), generator=generator)
         self.targets[:, ::4] = -100
         self.sets = sets_for(self.targets, KINDS[sizes], V, seed)
-        self.mask = SamplingMask.from_lists(self.sets, device=DEVICE)
+        self.mask = SamplingMask.from_lists(self.sets)
         self.kept = reference.kept(self.sets, V).view(B, T, V)
         self.kind, self.settings = kind, settings
         self.certain = torch.tensor([len(set(ids)) == 1 for ids in self.sets]).view(B, T)
@@ -336,6 +336,12 @@ def shares(rank: int, name: str, over: str) -> tuple:
     return found
 
 
+def whole(name: str) -> list:
+    """The same of one process, on the CPU as the ranks are."""
+    with torch.device("cpu"):
+        return shares(0, name, "one process")
+
+
 def on_a_rank(name: str, over: str) -> list:
     import torch.distributed as dist
 
@@ -345,7 +351,7 @@ def on_a_rank(name: str, over: str) -> list:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["dapo token", "kl", "grpo sequence"])
 def test_two_shards_of_the_vocabulary(name):
-    truth, ranks = shares(0, name, "one process"), in_processes(2, on_a_rank, name, "vocabulary")
+    truth, ranks = whole(name), in_processes(2, on_a_rank, name, "vocabulary")
     *first, d_hidden, d_weight, d_bias, logps, entropy, lse = truth
     for rank, found in enumerate(ranks):
         *mine, h, w, b, p, e, z = found
@@ -360,7 +366,7 @@ def test_two_shards_of_the_vocabulary(name):
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["dapo token", "kl", "grpo sequence", "top entropy"])
 def test_two_slices_of_the_sequences(name):
-    truth, ranks = shares(0, name, "one process"), in_processes(2, on_a_rank, name, "sequences")
+    truth, ranks = whole(name), in_processes(2, on_a_rank, name, "sequences")
     *first, d_hidden, d_weight, d_bias, _, _, _ = truth
     for mine in ranks:
         for a, exact in zip(mine[:-3], first):
