@@ -119,6 +119,7 @@ BUDGETS = [
     for file in ("distillation-length-h200.json", "2026-11-22/distillation-h200.json")
 ]
 ON_CPU = ratio(ms("ce-cpu.json", 0, "logitless"), ms("ce-cpu.json", 0, "eager, fp32 upcast"))
+BUDGET_STEPS = "2026-11-24/step-budget-h200.json"
 STEP_OF = {
     name: ms("step-h200.json", 0, name)
     for name in ("stock", "our loss", "our layers", "our loss + our layers")
@@ -172,6 +173,20 @@ CLAIMS = (
         INDEX,
         "| with compiled layers (torch.compile) | {} ms |",
         (ms("step-h200.json", 0, "compiled layers"),),
+    ),
+    *(
+        Claim(
+            "docs/activations.md",
+            f"| {budget} | {{}} ms | {{}} GiB |",
+            (ms(BUDGET_STEPS, 0, name), peak(BUDGET_STEPS, 0, name)),
+        )
+        for budget, name in (
+            ("none, gradient checkpointing", "our loss + our layers"),
+            ("a quarter", "our loss + our layers, 25%"),
+            ("half", "our loss + our layers, 50%"),
+            ("three quarters", "our loss + our layers, 75%"),
+            ("everything", "our loss + our layers, 100%"),
+        )
     ),
     Claim("docs/recipes.md", "(both flags: {} ms in the table of", (STEP_OF["our loss + our layers"],)),
     Claim("docs/recipes.md", "{} ms here)", (ms("recipes-h200.json", 0, "both flags"),)),
