@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from benchmarks import sampler
 from benchmarks.layer_operators import Maker, operators
 from benchmarks.layers import both_ways
 from benchmarks.own_rows import ROWS, Row, loss_of
@@ -34,6 +35,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         if (row.inputs.quick, row.call) not in seen:
             seen.add((row.inputs.quick, row.call))
             yield row.name, partial(both, row)
+    for sets in sampler.SETS:
+        arguments = sampler.inputs(sampler.QUICK_SHAPES[0], sets, DEVICE, 0)
+        yield f"sampling mask, {sets.name}", sampler.step(sampler.replayed, arguments)
     for operator in operators(Maker(DEVICE, True)):
         yield operator.name, partial(both_ways, operator, operator.ours)
 
