@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import cached_launch
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 BLOCK, WARPS = 256, 4
 # Steps of a binary search: enough for 2^32 entries.
 STEPS = tl.constexpr(32)
-OF_CALLS = {"do_not_specialize": ["S", "N", "M", "total", "count", "size"]}
+SIZES = ["S", "N", "M", "total", "size"]
+OF_CALLS = OF_CHUNKS | {"do_not_specialize": [*OF_CHUNKS["do_not_specialize"], *SIZES]}
 
 
 @triton.jit
