@@ -1,4 +1,4 @@
-"""The losses of speculators 0.9.0 and SpecForge 0.2.0: the numbers that they gave for logits that are here."""
+"""The losses of speculators 0.9.0 and SpecForge 0.2.0: the numbers that they gave for the logits here."""
 
 import math
 
