@@ -4,18 +4,15 @@ with the targets masked by hand."""
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DistillationLoss, KTOLoss, MultiTokenLoss, linear_topk
-from tests.losses.every_loss import LOSSES, H, LossCase, given, heads
+from logitless import CrossEntropyLoss, DistillationLoss, KTOLoss, MultiTokenLoss, ORPOLoss, linear_topk
+from tests.losses.every_loss import LOSSES, Given, H, LossCase, given, heads
 from tests.support import DEVICE
 
 CASES = {name: case for name, case in LOSSES.items() if isinstance(case, LossCase)}
 T = 5
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def mask_of(x) -> torch.Tensor:
@@ -25,32 +22,46 @@ def mask_of(x) -> torch.Tensor:
     return mask
 
 
-def call(name: str, x, mask, **options):
+def call(name: str, x, mask, **options) -> list[float]:
+    """Loss and metrics."""
     loss, arguments, keywords = CASES[name].prepare(x, heads(), **options)
-    return loss(*arguments, **keywords, mask=mask)
+    out = loss(*arguments, **keywords, mask=mask)
+    return [number.item() for number in (out.loss, *out.metrics.values())]
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_masks_of_flags(name, kind):
+def test_masks_of_flags(name):
     x = given(T)
     mask = mask_of(x)
-    loss, arguments, keywords = CASES[name].prepare(x, heads())
-    by_hand = (*arguments[:2], x.targets.masked_fill(~mask, -100))
-    assert call(name, x, mask.to(kind)).loss.item() == loss(*by_hand, **keywords).loss.item()
+    masked = Given(**dict(x.items()) | {"targets": x.targets.masked_fill(~mask, -100)})
+    expected = call(name, masked, None)
+    assert expected != call(name, x, None)
+    for kind in (torch.bool, torch.int64, torch.uint8):
+        assert call(name, x, mask.to(kind)) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_masks_of_floats_are_refused(name):
     x = given(T)
     additive = torch.zeros(x.targets.shape, device=DEVICE).masked_fill(~mask_of(x), -torch.inf)
-    for mask in (additive, additive.exp(), additive.exp().bfloat16()):
-        with pytest.raises(
-            TypeError, match="^mask: expected booleans, or integers that are 0 or 1, got "
-        ) as e:
+    message = "^mask: expected booleans, or integers that are 0 or 1, got .*mask == 0 if it is additive"
+    for mask in (additive, additive.exp().bfloat16()):
+        with pytest.raises(TypeError, match=message) as caught:
             call(name, x, mask)
-        assert "mask == 0 if it is additive" in str(e.value)
-        assert ("as token_weights" in str(e.value)) == name.startswith("cross-entropy")
+        assert ("as token_weights" in str(caught.value)) == name.startswith("cross-entropy")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_of_another_shape_are_refused(name):
+    x = given(T)
+    with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); give one"):
+        call(name, x, torch.ones(len(x.targets), device=DEVICE))
+
+
+def test_a_mask_beside_nll_targets_is_refused():
+    x = given(T)
+    with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
+        ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
 
 
 @pytest.mark.parametrize("value", [2, -1])
