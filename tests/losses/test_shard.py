@@ -1,7 +1,6 @@
 """Vocabulary-parallel heads: every rank of two or four has what one process with the whole head has."""
 
 import re
-import traceback
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless import (
     BudgetWarning,
@@ -30,7 +28,7 @@ from logitless.losses.base import LogitsLoss
 from logitless.losses.distillation import NAMES
 from logitless.losses.logprobs import TokenStatistics
 from tests.ranks import device_type, here, on_devices, random
-from tests.support import AllocationWatcher
+from tests.support import AllocationWatcher, host_reads
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
 # A sharded LogitsLoss is not compiled, so that the whole one need not be either.
@@ -277,45 +275,14 @@ def resized(group, rank: int, head) -> dict[str, dict]:
         if weight.shape[0] != sizes[rank]:
             weight.data = cut(head["weight"][:rows], sizes, rank).clone()
         for time in ("", " again"):
-            hidden, reads = head["hidden"].clone().requires_grad_(), Reads()
-            with reads:
+            hidden = head["hidden"].clone().requires_grad_()
+            with host_reads() as reads:
                 out = CrossEntropyLoss(tp_group=group)(hidden, weight, targets() % (V - 5))
                 (d_hidden,) = torch.autograd.grad(out.loss, hidden)
-            this = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads.places}
+            this = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads}
             found[f"resized {name}{time}"] = this | {"shard": weight.detach().clone()}
             del out  # its graph holds the weight's shape
     return found
-
-
-class Reads(TorchDispatchMode):
-    """Where the host reads tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.places, self._tolist = [], torch.Tensor.tolist
-
-    def __enter__(self):
-        def counted(x):
-            torch.Tensor.tolist = self._tolist  # under a default device, a read calls itself again
-            self._note()
-            found = self._tolist(x)
-            torch.Tensor.tolist = counted
-            return found
-
-        torch.Tensor.tolist = counted
-        return super().__enter__()
-
-    def __exit__(self, *args):
-        torch.Tensor.tolist = self._tolist
-        return super().__exit__(*args)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self._note()
-        return func(*args, **(kwargs or {}))
-
-    def _note(self) -> None:
-        self.places.append("".join(traceback.format_stack(limit=6)))
 
 
 def watched(ranks: int) -> bool:
