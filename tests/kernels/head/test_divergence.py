@@ -16,7 +16,7 @@ from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.vocabulary import ShardedVocabulary
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random, poisoned
-from tests.reference.distillation import generalized_jsd, kl
+from tests.reference.distillation import generalized_jsd, kl, kl_to_mixture
 from tests.support import relative_error
 
 needs_triton = pytest.mark.skipif(
@@ -217,13 +217,6 @@ def apart(gap: float) -> tuple[torch.Tensor, torch.Tensor]:
     return student, teacher
 
 
-def of_mixture(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
-    """log(beta t + (1 - beta) s) of log-probabilities in fp64."""
-    if beta in (0.0, 1.0):
-        return teacher if beta else student
-    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-
-
 @pytest.mark.parametrize("gap", [1e-3, 1.0, 16.0, 18.0, 200.0, 3e4])
 @pytest.mark.parametrize("alpha", [0.0, 1e-9, 0.1, 0.9, 1 - 1e-9, 1.0])
 def test_skewed_kl_of_any_gap(alpha, gap):
@@ -231,7 +224,7 @@ def test_skewed_kl_of_any_gap(alpha, gap):
     z, exact = student.clone().requires_grad_(), student.double().requires_grad_()
     values = kernels.skewed_kl(z.log_softmax(-1), teacher.log_softmax(-1), alpha)
     s, t = exact.log_softmax(-1), teacher.double().log_softmax(-1)
-    truth = (t.exp() * (t - of_mixture(s, t, alpha)) + 0 * s).sum(-1)
+    truth = kl_to_mixture(t, s, 1 - alpha) + 0 * s.sum(-1)
     (gradient,), (expected,) = (torch.autograd.grad(x.sum(), y) for x, y in ((values, z), (truth, exact)))
     assert torch.allclose(values.double(), truth, rtol=1e-5, atol=1e-7)
     assert torch.allclose(gradient.double(), expected, rtol=1e-4, atol=2e-7)
@@ -246,13 +239,8 @@ def test_skewed_kl_of_any_gap(alpha, gap):
 def test_kernel_of_any_gap(divergence, beta, gap):
     student, teacher = apart(gap)
     exact = student.double().requires_grad_()
-    s, t = exact.log_softmax(-1), teacher.double().log_softmax(-1)
-    m = of_mixture(s, t, beta)
-    truth = {
-        "jsd": lambda: (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1),
-        "forward_kl": lambda: (t.exp() * (t - s)).sum(-1),
-        "reverse_kl": lambda: (s.exp() * (s - t)).sum(-1),
-    }[divergence]()
+    found, _ = plain_divergences(exact.log_softmax(-1), teacher.double().log_softmax(-1), beta)
+    truth = found[divergence]
     (expected,) = torch.autograd.grad(truth.sum(), exact)
     found = divergence_of(student, teacher, divergence, beta, gradient=student)
     assert torch.allclose(found.soft.double(), truth, rtol=2e-5, atol=1e-7)
