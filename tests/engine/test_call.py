@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, LogitsLoss, Term, TokenLoss
-from logitless.engine.spec import Role
 from tests.engine.calls import call, given
 from tests.support import DEVICE
 
@@ -59,20 +58,6 @@ def inputs(*shape: int, trailing: tuple[int, ...] = ()) -> dict[str, torch.Tenso
         "teacher_hidden": counted(*shape, 6),
         "teacher_weight": counted(V, 6),
     }
-
-
-def test_roles():
-    assert dict(EveryRole.roles) == {
-        "weights": Role.TOKEN,
-        "best": Role.POSITION,
-        "table": Role.VOCABULARY,
-        "whole": Role.WHOLE,
-        "teacher_hidden": Role.FEATURES,
-        "teacher_weight": Role.HEAD,
-        "teacher_bias": Role.HEAD,
-    }
-    assert DistillationLoss.roles["teacher_hidden"] is Role.FEATURES
-    assert DistillationLoss.roles["topk_ids"] is Role.POSITION
 
 
 @pytest.mark.parametrize("trailing", [(), (2,), (3, 2)], ids=str)
@@ -263,12 +248,11 @@ def test_teacher_weights_get_no_gradient():
 @pytest.mark.parametrize("trainable", [(), (0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_needs(trainable):
     hidden, weight, targets = head(2, 3)
-    bias = torch.randn(V)
+    operands = hidden, weight, torch.randn(V)
     for number in trainable:
-        (hidden, weight, bias)[number].requires_grad_()
-    made = call(CrossEntropyLoss(), hidden, weight, targets, bias)
+        operands[number].requires_grad_()
+    made = call(CrossEntropyLoss(), hidden, weight, targets, operands[2])
     assert made.needs[:3] == tuple(number in trainable for number in range(3)) and not made.needs.layers
     assert made.trainable == bool(trainable)
     with torch.no_grad():
-        assert not call(CrossEntropyLoss(), hidden, weight, targets, bias).trainable
-    assert (made.V, made.width) == (V, V)
+        assert not call(CrossEntropyLoss(), hidden, weight, targets, operands[2]).trainable

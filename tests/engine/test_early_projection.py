@@ -136,15 +136,27 @@ def results(run, x, targets):
 
 
 @pytest.mark.parametrize("run", CALLS)
-def test_no_number_depends_on_a_right_guess(run, begun):
+def test_a_right_guess_changes_no_number_and_costs_no_product(run, begun, monkeypatch):
+    rows = []
+    for owner in (Projection, GatheredProjection):
+        project = owner.project
+
+        def spy(self, chunk, project=project):
+            rows.append(len(chunk.logits))
+            project(self, chunk)
+
+        monkeypatch.setattr(owner, "project", spy)
     x = Operands()
     expected = results(run, x, x.targets)
+    walked = list(rows)
+    assert len(walked) > 1
     for _ in range(LIKELY - 1):
         results(run, x, x.targets)
     assert not begun
     for time in (1, 2):
+        rows.clear()
         found = results(run, x, x.targets)
-        assert len(begun) == time
+        assert len(begun) == time and rows == walked
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -173,28 +185,6 @@ def test_a_wrong_guess_makes_the_next_one_later(begun):
     assert len(begun) == 1
     of_targets(x, x.targets)
     assert len(begun) == 2
-
-
-@pytest.mark.parametrize("run", CALLS)
-def test_a_right_guess_costs_no_product(run, begun, monkeypatch):
-    rows = []
-    for owner in (Projection, GatheredProjection):
-        project = owner.project
-
-        def spy(self, chunk, project=project):
-            rows.append(len(chunk.logits))
-            project(self, chunk)
-
-        monkeypatch.setattr(owner, "project", spy)
-    x = Operands()
-    results(run, x, x.targets)
-    walked, rows[:] = list(rows), []
-    assert len(walked) > 1
-    for _ in range(LIKELY - 1):
-        results(run, x, x.targets)
-    rows.clear()
-    results(run, x, x.targets)
-    assert begun and rows == walked
 
 
 def test_nothing_is_read_before_the_last_product(monkeypatch):

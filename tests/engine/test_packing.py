@@ -102,15 +102,6 @@ def test_there_and_back(make):
     assert pack([again])[0] == signature and hash(pack([again])[0]) == hash(signature)
 
 
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-def test_without_gradients(make):
-    signature, tensors, sequences = pack([make()])
-    (after,) = unpack(signature.without_gradients(), tensors, sequences)
-    assert not any(after.needs) and not after.trainable
-    with torch.no_grad():
-        assert pack([make()])[0].needs == signature.without_gradients().needs
-
-
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -167,16 +158,6 @@ def test_layers_that_are_frozen():
     _, first, second = unpack(signature, tensors, sequences)
     assert first.layers.trained == ("bias",) and first.needs.layers
     assert second.layers.trained == () and not second.needs.layers
-
-
-def test_a_tensor_in_two_places_is_packed_once():
-    """Embeddings that are also the hidden states, say: its gradient is the sum of both."""
-    x = torch.randn(V, H, requires_grad=True)
-    tied = given(CrossEntropyLoss(), x, x, torch.randint(0, V, (V,)))
-    signature, tensors, sequences = pack([tied])
-    assert signature.needs == (True,)
-    (made,) = unpack(signature, tensors, sequences)
-    assert made.hidden is x and made.weight is x
 
 
 def tied(dtype: torch.dtype) -> list[HeadCall]:

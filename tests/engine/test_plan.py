@@ -175,15 +175,6 @@ def test_one_of_a_kind_is_singular():
     assert "3 projected tokens in 3 chunks of up to 1, " in three
 
 
-def test_no_rows_still_evaluate():
-    for groups in (None, (), (0, 0)):
-        for differentiable in (True, False):
-            plan = Case(Pass.SOLVE, groups, 0, differentiable, differentiable, True, False, 5).plan()
-            assert plan.chunks == plan.token_chunk == 0
-            assert sum(step.evaluate is not None for step in plan.steps) == 1
-            assert all(step.start == step.stop for step in plan.steps)
-
-
 # -- rows of a chunk
 
 

@@ -151,22 +151,11 @@ def test_tokens_that_stand_alone(ignored, compact):
 
 
 @both
-def test_no_tokens(compact):
-    rows = select(Case([], []), Grouping(), "padded", compact)
-    assert rows.count == 0 and int(rows.tokens) == 0 and positions(rows, Case([], [])) == []
-
-
 @pytest.mark.parametrize("form", ["padded", "packed"])
-@pytest.mark.parametrize("roles", [1, 2])
-def test_no_sequences(form, roles):
-    rows = select(Case([], []), Grouping(0, roles, grouped=True), form, compact=True)
-    assert rows.count == 0 and list(rows.group_sizes) == [] and rows.sequence_sizes.tolist() == []
-
-
-@pytest.mark.parametrize("form", ["padded", "packed"])
-def test_no_sequences_where_every_row_is_walked(form):
-    rows = select(Case([], []), Grouping(0, 1, grouped=True), form, compact=False)
-    assert rows.count == 0 and sum(rows.group_sizes) == 0
+def test_no_sequences(form, compact):
+    for grouping in (Grouping(0, 1, grouped=True), Grouping()):
+        rows = select(Case([], []), grouping, form, compact)
+        assert rows.count == 0 and int(rows.tokens) == 0 and not sum(rows.group_sizes or ())
 
 
 def test_scattered_is_in_call_order():

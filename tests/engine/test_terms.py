@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from logitless import LogitsLoss, Term, TokenLoss
 from logitless.engine import terms as module
-from logitless.engine.terms import UnitFactors, means, metric_sums, reduced, unreduced
+from logitless.engine.terms import means, metric_sums, unreduced
 from tests.support import DEVICE, EngineCalls
 
 H, V = 4, 11
@@ -59,102 +58,93 @@ def head(*shape: int):
 
 
 def per_row(name: str, got: str) -> str:
-    return rf"expected '{name}' of Own as values of shape \(6,\), one per row.* got {re.escape(got)}; "
+    return (
+        rf"^terms: expected '{name}' of Own as values of shape \(6,\), one per row.* got {re.escape(got)}; "
+    )
 
 
 def nll(value: Callable) -> Callable:
-    return lambda x: {"nll": Term(value(x))}
+    return lambda x: ({"nll": Term(value(x))}, {})
 
 
-NO_TERM = "expected a Term as 'nll' of Own, got"
-# Terms, and the error of the call with its text behind "terms: ".
+def metrics(*names: str) -> Callable:
+    return lambda x: ({"nll": Term(-x)}, {name: Term(x) for name in names})
+
+
+NO_TERM = "^terms: expected a Term as 'nll' of Own, got"
+NO_PAIR = r"^terms: expected \(\{name: Term\}, \{metric name: Term\}\) from Own\.terms, got \w+; "
+NO_NAMES = "^metric_names: expected "
+# What `terms` returns, the declared metrics, and the error of the call.
 BAD = {
-    "a mean": (nll(lambda x: -x.mean()), ValueError, per_row("nll", "()")),
-    "one number": (nll(lambda x: -x.mean()[None]), ValueError, per_row("nll", "(1,)")),
-    "a row too few": (nll(lambda x: -x[1:]), ValueError, per_row("nll", "(5,)")),
-    "a row too many": (nll(lambda x: torch.cat((x, x[:1]))), ValueError, per_row("nll", "(7,)")),
-    "two columns": (nll(lambda x: torch.stack((x, x), 1)), ValueError, per_row("nll", "(6, 2)")),
+    "a mean": (nll(lambda x: -x.mean()), (), ValueError, per_row("nll", "()")),
+    "one number": (nll(lambda x: -x.mean()[None]), (), ValueError, per_row("nll", "(1,)")),
+    "a row too few": (nll(lambda x: -x[1:]), (), ValueError, per_row("nll", "(5,)")),
+    "a row too many": (nll(lambda x: torch.cat((x, x[:1]))), (), ValueError, per_row("nll", "(7,)")),
+    "two columns": (nll(lambda x: torch.stack((x, x), 1)), (), ValueError, per_row("nll", "(6, 2)")),
     "the second term": (
-        lambda x: {"nll": Term(-x), "reg": Term(x.mean())},
+        lambda x: ({"nll": Term(-x), "reg": Term(x.mean())}, {}),
+        (),
         ValueError,
         per_row("reg", "()"),
     ),
     "no part": (
-        lambda x: {},
+        lambda x: ({}, {}),
+        (),
         ValueError,
-        "expected at least one part of the loss from Own.terms, got none; ",
+        "^terms: expected at least one part of the loss from Own.terms, got none; ",
     ),
-    "no Term": (lambda x: {"nll": -x}, TypeError, f"{NO_TERM} Tensor; "),
-    "a pair for a Term": (lambda x: {"nll": (-x, "tokens")}, TypeError, f"{NO_TERM} tuple; "),
+    "no Term": (lambda x: ({"nll": -x}, {}), (), TypeError, f"{NO_TERM} Tensor; "),
+    "a pair for a Term": (lambda x: ({"nll": (-x, "tokens")}, {}), (), TypeError, f"{NO_TERM} tuple; "),
     "no tensor": (
-        lambda x: {"nll": Term(1.0, over=None)},
+        lambda x: ({"nll": Term(1.0, over=None)}, {}),
+        (),
         TypeError,
-        "expected a tensor of values for 'nll' of Own, got float; ",
+        "^terms: expected a tensor of values for 'nll' of Own, got float; ",
     ),
     "no unit": (
-        lambda x: {"nll": Term(-x, over="token")},
+        lambda x: ({"nll": Term(-x, over="token")}, {}),
+        (),
         ValueError,
-        "expected over= one of .* in 'nll' of Own, got 'token'",
+        "^terms: expected over= one of .* in 'nll' of Own, got 'token'",
     ),
     "a mask in the loss": (
-        lambda x: {"nll": Term(-x, over=x.exp())},
+        lambda x: ({"nll": Term(-x, over=x.exp())}, {}),
+        (),
         ValueError,
-        "expected .* in 'nll' of Own, ",
+        "^terms: expected .* in 'nll' of Own, ",
+    ),
+    "a tensor": (lambda x: -x, (), TypeError, NO_PAIR),
+    "a Term alone": (lambda x: Term(-x), (), TypeError, NO_PAIR),
+    "a dict": (lambda x: {"nll": Term(-x)}, (), TypeError, NO_PAIR),
+    "three": (lambda x: ({"nll": Term(-x)}, {}, {}), (), TypeError, NO_PAIR),
+    "lists": (lambda x: ([Term(-x)], []), (), TypeError, NO_PAIR),
+    "None": (lambda x: None, (), TypeError, NO_PAIR),
+    "another metric": (metrics("a"), (), ValueError, NO_NAMES),
+    "no metric": (metrics(), ("a",), ValueError, NO_NAMES),
+    "a metric of another name": (metrics("b"), ("a",), ValueError, NO_NAMES),
+    "a metric too many": (metrics("a", "b"), ("a",), ValueError, NO_NAMES),
+    "a mean as a metric": (
+        lambda x: ({"nll": Term(-x)}, {"a": Term(x.mean())}),
+        ("a",),
+        ValueError,
+        per_row("a", "()"),
+    ),
+    "weights too few": (
+        lambda x: ({"nll": Term(-x)}, {"a": Term(x, over=x[1:])}),
+        ("a",),
+        ValueError,
+        "^terms: expected weights like the values in 'a' of Own",
     ),
 }
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(("values", "error", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("result", "names", "error", "message"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-def test_terms_that_are_refused(kind, values, error, message, reduction):
-    loss = own(lambda x, batch: (values(x), {}), kind)(reduction=reduction)
-    with pytest.raises(error, match=f"^terms: {message}"):
+def test_terms_that_are_refused(kind, result, names, error, message, reduction):
+    loss = own(lambda x, batch: result(x), kind, metric_names=names)(reduction=reduction)
+    with pytest.raises(error, match=message):
         loss(*head(6))
-
-
-WHOLE = {
-    "a tensor": lambda x: -x,
-    "a Term": lambda x: Term(-x),
-    "a dict": lambda x: {"nll": Term(-x)},
-    "three": lambda x: ({"nll": Term(-x)}, {}, {}),
-    "lists": lambda x: ([Term(-x)], []),
-    "None": lambda x: None,
-}
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("values", WHOLE.values(), ids=WHOLE)
-@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-def test_what_is_no_pair_of_dicts(kind, values, reduction):
-    loss = own(lambda x, batch: values(x), kind)(reduction=reduction)
-    with pytest.raises(
-        TypeError,
-        match=r"^terms: expected \(\{name: Term\}, \{metric name: Term\}\) from Own\.terms, got \w+; ",
-    ):
-        loss(*head(6))
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-@pytest.mark.parametrize(
-    ("declared", "returned"), [((), ("a",)), (("a",), ()), (("a",), ("b",)), (("a",), ("a", "b"))], ids=str
-)
-def test_metrics_are_the_declared_ones(kind, declared, returned, reduction):
-    values = lambda x, batch: ({"nll": Term(-x)}, {name: Term(x) for name in returned})  # noqa: E731
-    with pytest.raises(ValueError, match="^metric_names: expected "):
-        own(values, kind, metric_names=declared)(reduction=reduction)(*head(6))
-
-
-@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_metric_is_checked_like_a_term(kind, reduction):
-    loss = own(lambda x, batch: ({"nll": Term(-x)}, {"a": Term(x.mean())}), kind, metric_names=("a",))
-    with pytest.raises(ValueError, match=(r"^terms: expected 'a' of Own as values of shape \(6,\)")):
-        loss(reduction=reduction)(*head(6))
-    loss = own(lambda x, batch: ({"nll": Term(-x)}, {"a": Term(x, over=x[1:])}), kind, metric_names=("a",))
-    with pytest.raises(ValueError, match=(r"^terms: expected weights like the values in 'a' of Own")):
-        loss(reduction=reduction)(*head(6))
 
 
 @pytest.mark.parametrize("over", ["tokens", "sequences", "pairs", "chosen_tokens", None])
@@ -268,16 +258,23 @@ def test_sequence_inputs_of_a_loss_of_tokens_are_refused_where_the_class_is_defi
 # -- statistics
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", ["entropy", "sum_logits", "log_sum_sq_probs", "is_top1"])
-def test_a_statistic_that_is_not_declared(name, reduction):
-    class Own(TokenLoss):
-        def terms(self, stats, batch):
-            return {"own": Term(getattr(stats, name) - stats.logps)}, {}
+STATISTICS = ("entropy", "sum_logits", "log_sum_sq_probs", "is_top1")
 
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("others", [False, True], ids=["none", "all others"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_statistic_that_is_not_declared(name, others, reduction):
+    """Kernels compute some numbers together: that others are declared does not make this one declared."""
+
+    def terms(self, stats, batch):
+        return {"own": Term(getattr(stats, name) - stats.logps)}, {}
+
+    observes = tuple(other for other in STATISTICS if others and other != name)
+    loss = type("Own", (TokenLoss,), {"terms": terms, "observes": observes})(reduction=reduction)
     message = rf"^{name}: expected .*; add '{name}' to `observes`, or to `differentiates`"
     with pytest.raises(AttributeError, match=message):
-        Own(reduction=reduction)(*head(6))
+        loss(*head(6))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -344,29 +341,6 @@ def test_every_statistic_that_may_be_differentiated_is(name, reduction):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_only_one_of_two_neighbours_is_declared():
-    """Kernels compute some numbers together: that one is there does not make the other one declared."""
-    neighbours = {
-        "entropy": "is_top1",
-        "is_top1": "entropy",
-        "sum_logits": "log_sum_sq_probs",
-        "log_sum_sq_probs": "sum_logits",
-    }
-    passed = []
-    for declared, other in neighbours.items():
-
-        def terms(self, stats, batch, other=other):
-            return {"own": Term(getattr(stats, other) + stats.logps)}, {}
-
-        loss = type("Own", (TokenLoss,), {"terms": terms, "observes": (declared,)})()
-        try:
-            loss(*head(6))
-            passed.append(other)
-        except AttributeError as error:
-            assert str(error).startswith(f"{other}: expected")
-    assert not passed
-
-
 def test_a_name_that_is_no_statistic():
     loss = type(
         "Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({"own": Term(stats.entropies)}, {})}
@@ -393,29 +367,19 @@ def test_an_error_is_noted_with_the_inputs_that_are_none(kind, reduction):
     assert loss(*arguments, weights=torch.ones(6, device=DEVICE)).loss.isfinite().all()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_an_error_of_another_kind_has_no_note(reduction):
-    def values(x, batch):
-        raise KeyError("mine")
-
-    loss = own(values, token_inputs=("weights",))(reduction=reduction)
-    with pytest.raises(KeyError, match="mine") as caught:
-        loss(*head(6), weights=torch.ones(6, device=DEVICE))
-    assert not getattr(caught.value, "__notes__", [])
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_note_names_declared_inputs_alone(reduction):
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+def test_any_error_is_noted_with_declared_inputs_alone(kind, given):
     def values(x, batch):
         if x.shape[0] == 6:  # not where it is measured
             raise KeyError("mine")
         return {"own": Term(x)}, {}
 
-    loss = own(values, LogitsLoss, token_inputs=("weights",))(reduction=reduction)
-    with pytest.raises(KeyError) as caught:
-        loss(*head(6))
-    (note,) = caught.value.__notes__
-    assert "None: weights." in note
+    loss = own(values, kind, token_inputs=("weights",))()
+    with pytest.raises(KeyError, match="mine") as caught:
+        loss(*head(6), **({"weights": torch.ones(6, device=DEVICE)} if given else {}))
+    notes = getattr(caught.value, "__notes__", [])
+    assert not notes if given else "None: weights." in notes[0]
 
 
 # -- once, and when
@@ -515,29 +479,19 @@ def test_checked_for_each_set_of_inputs_that_are_none(reduction):
 
 # -- while torch.compile traces, and on fake tensors
 
-TRACED = {
-    "a mean": lambda x: ({"nll": Term(-x.mean())}, {}),
-    "a row too few": lambda x: ({"nll": Term(-x[1:])}, {}),
-    "a tensor": lambda x: -x,
-    "no Term": lambda x: ({"nll": -x}, {}),
-    "another metric": lambda x: ({"nll": Term(-x)}, {"surprise": Term(x)}),
-}
+TRACED = ["a mean", "a row too few", "a tensor", "no Term", "another metric"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traced(TokenLoss):
+def traced(how: str, **options) -> TokenLoss:
     """Wrong in one of the ways above."""
-
-    how: str = "a mean"
-
-    def terms(self, stats, batch):
-        return TRACED[self.how](stats.logps)
+    result, *_ = BAD[how]
+    return own(lambda x, batch: result(x))(**options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("how", TRACED)
 def test_terms_that_are_refused_under_compile(how, reduction, compiling):
-    loss = Traced(how=how, reduction=reduction)
+    loss = traced(how, reduction=reduction)
     compiled = torch.compile(lambda h, w, t: loss(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception) as caught:
         compiled(*head(6))
@@ -571,22 +525,10 @@ def test_terms_that_are_refused_on_fake_tensors(how, reduction):
         hidden, weight = torch.empty(6, H, requires_grad=True), torch.empty(V, H)
         targets = torch.zeros(6, dtype=torch.int64)
         with pytest.raises((TypeError, ValueError), match="^(terms|metric_names): expected"):
-            Traced(how=how, reduction=reduction, compact=False)(hidden, weight, targets)
+            traced(how, reduction=reduction, compact=False)(hidden, weight, targets)
 
 
 # -- reductions
-
-
-def test_reduced():
-    values = torch.tensor([1.0, 2.0, 4.0])
-    factors = {None: 1.0, "tokens": 0.5, "sequences": torch.tensor(2.0)}
-    terms = {
-        "a": Term(values),
-        "b": Term(values, over="sequences"),
-        "c": Term(values, over=None),
-        "d": Term(values.sum(), over=None),
-    }
-    assert float(reduced(terms, UnitFactors(factors, {}))) == 3.5 + 14.0 + 7.0 + 7.0
 
 
 def test_means():
@@ -612,9 +554,8 @@ def test_means():
     assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
 
 
-def test_unreduced():
+def test_terms_of_several_units_are_not_unreduced():
     values = torch.tensor([1.0, 2.0, 4.0])
-    assert unreduced({"a": Term(values), "b": Term(2 * values)}).tolist() == [3.0, 6.0, 12.0]
     with pytest.raises(
         ValueError, match="^reduction: expected 'mean' or 'sum' for a loss of several units, got 'none' with "
     ):

@@ -78,37 +78,24 @@ def test_cross_entropy(options, trainable, logits_dtype, dtype):
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pairs
 @trainable
-def test_logprobs(trainable, logits_dtype, dtype):
-    def loss(logps, entropy, lse):
-        return (logps / 8).exp() * 4 - 0.5 * entropy + 0.05 * lse**2
-
-    def ours(*tensors, **kwargs):
-        return loss(
-            *linear_logprobs(
-                *tensors, **kwargs, entropy=True, logits_dtype=logits_dtype, logits_budget=BUDGET
-            )
-        )
-
-    compare(ours, lambda *a, **k: loss(*reference.token_logprobs(*a, **k)), dtype, TRAINABLE[trainable])
-
-
-@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
-@pairs
-@trainable
-def test_several_ids(trainable, logits_dtype, dtype):
+@pytest.mark.parametrize("several", [False, True], ids=["targets", "several ids"])
+def test_logprobs(several, trainable, logits_dtype, dtype):
     ids = torch.arange(11 * 5, device=DEVICE).view(11, 5) * 19 % SHAPE[2]
     ids[:, 1], ids[4], ids[6, 2] = ids[:, 0], -100, -100
 
     def loss(logps, entropy, lse):
         logps = torch.where(logps > -torch.inf, logps, 0.0)
-        return (logps / 4).sin().sum(-1) - 0.5 * entropy + 0.05 * lse**2
+        logps = (logps / 4).sin().sum(-1) if several else (logps / 8).exp() * 4
+        return logps - 0.5 * entropy + 0.05 * lse**2
 
     def ours(hidden, weight, targets, **kwargs):
         options = {"entropy": True, "logits_dtype": logits_dtype, "logits_budget": BUDGET}
-        return loss(*linear_logprobs(hidden, weight, ids, **kwargs, **options))
+        return loss(*linear_logprobs(hidden, weight, ids if several else targets, **kwargs, **options))
 
     def full(hidden, weight, targets, **kwargs):
-        return loss(*reference.ids_logprobs(hidden, weight, ids, **kwargs))
+        if several:
+            return loss(*reference.ids_logprobs(hidden, weight, ids, **kwargs))
+        return loss(*reference.token_logprobs(hidden, weight, targets, **kwargs))
 
     compare(ours, full, dtype, TRAINABLE[trainable])
 

@@ -180,8 +180,16 @@ def divergence_of(
     return found._asdict() | ({"gradient": gradient} if write else {})
 
 
+# Matrices of which a kernel knows the distance of rows: each row a part of a longer one, all rows the same
+# one.
+ROWS = {
+    "wide": lambda x: torch.cat((x, x * torch.nan), dim=1)[:, : x.shape[1]],
+    "one": lambda x: x[:1].expand(x.shape),
+}
 FACTORS = {
     "layout": LAYOUTS,
+    "rows of logits": [None, *ROWS],
+    "rows of the teacher": [None, *ROWS],
     "divergence": list(DIVERGENCES),
     "write": [True, False],
     "shard": [False, True],
@@ -192,19 +200,16 @@ FACTORS = {
 @pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
 def test_divergence(case):
     names = ("targets", "factors", "bias", "teacher_bias")
+    changed, plain = laid_out(operands(), names, case["layout"])
+    for name, rows in (("logits", case["rows of logits"]), ("teacher", case["rows of the teacher"])):
+        if rows:
+            changed[name] = ROWS[rows](changed[name])
+            plain[name] = changed[name].clone(memory_format=torch.contiguous_format)
+    ranks = Alone() if case["shard"] else None
     found, expected = (
-        divergence_of(x, case["divergence"], write=case["write"], ranks=Alone() if case["shard"] else None)
-        for x in laid_out(operands(), names, case["layout"])
+        divergence_of(x, case["divergence"], write=case["write"], ranks=ranks) for x in (changed, plain)
     )
     same(found, expected)
-
-
-# Matrices of which a kernel knows the distance of rows: each row a part of a longer one, all rows the same
-# one.
-ROWS = {
-    "wide": lambda x: torch.cat((x, x * torch.nan), dim=1)[:, : x.shape[1]],
-    "one": lambda x: x[:1].expand(x.shape),
-}
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -224,18 +229,6 @@ def test_rows_of_logits(rows):
         call(changed),
         call(changed | {"logits": changed["logits"].clone(memory_format=torch.contiguous_format)}),
     )
-
-
-@needs_triton
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("operand", ["logits", "teacher"])
-@pytest.mark.parametrize("ranks", [None, Alone()], ids=["whole", "shard"])
-def test_rows_of_a_divergence(ranks, operand, rows):
-    x = operands()
-    changed = x | {operand: rows(x[operand])}
-    plain = changed | {operand: changed[operand].clone(memory_format=torch.contiguous_format)}
-    found, expected = (divergence_of(y, "jsd", write=True, ranks=ranks) for y in (changed, plain))
-    same(found, expected)
 
 
 @needs_triton

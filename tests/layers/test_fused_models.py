@@ -15,7 +15,7 @@ from logitless import exchange
 from logitless.exchange import state_of
 from logitless.layers import bodies, fuse, fused_forwards
 from logitless.models import fuse_layers, patch_model
-from tests.layers.tiny import IDS, assert_same, step, tiny, twin
+from tests.layers.tiny import IDS, assert_same, step, tiny
 
 OPERATORS = ("add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated")
 
@@ -240,9 +240,8 @@ def test_hidden_states_and_attentions_are_recorded():
         torch.testing.assert_close(found[name], wanted[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64])
-def test_another_dtype_takes_the_stock_path(calls, dtype):
-    model = tiny("Qwen3", dtype)
+def test_another_dtype_takes_the_stock_path(calls):
+    model = tiny("Qwen3", torch.float64)
     wanted = step(model)
     fuse_counted(model, calls)
     assert_same(step(model), wanted, 1e-12)
@@ -394,15 +393,6 @@ def test_a_weight_on_another_device_is_an_error():
     model.model.norm.weight = nn.Parameter(model.model.norm.weight.to("meta"))
     with pytest.raises(ValueError, match="weight: expected x's device cpu, got meta"):
         step(model)
-
-
-def test_twins_differ():
-    # The other tests would pass if `tiny` gave a model whose norms and gates did nothing.
-    model = tiny("Qwen3")
-    other = twin(model)
-    with torch.no_grad():
-        other.model.layers[0].post_attention_layernorm.weight.mul_(1.5)
-    assert abs(step(model).loss - step(other).loss) > 1e-3
 
 
 def test_the_report_counts_the_modules_of_a_class():

@@ -256,18 +256,6 @@ def test_norms_without_weights(weights):
     assert_as_good(found, outcome(plain, given, dtype=FP64), outcome(plain, given))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("R", [4, 6])
-def test_gradcheck(R, interleaved):
-    given = [x.requires_grad_() for x in operands((2, 2, 1, 3, 6), FP64, FP64).values()]
-    cos, sin = angles(2, 3, R, FP64, "halves", "per sequence")
-    check = torch.autograd.gradcheck
-    assert check(lambda q, k: rope(q, k, cos, sin, interleaved=interleaved), given[:2])
-    for rounding in ("llama", "gemma"):
-        options = {"eps": EPS, "rounding": rounding, "interleaved": interleaved}
-        assert check(lambda q, k, *w, o=options: qk_norm_rope(q, k, cos, sin, *w, **o), given)
-
-
 def test_gradients_of_angles():
     given = [x.requires_grad_() for x in operands((2, 2, 1, 3, 6), FP64, FP64).values()]
     tables = [x.requires_grad_() for x in angles(2, 3, 6, FP64, "halves", "per sequence")]

@@ -1,7 +1,14 @@
-"""What the calls of all losses refuse by name: unknown keywords, lists, model outputs, pairs in two parts."""
+"""What losses and functions refuse: every message names the argument, what was expected, what came, and the
+remedy."""
 
 import re
+import subprocess
+import sys
+import warnings
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -28,22 +35,21 @@ from logitless import (
     linear_cross_entropy,
     linear_logprobs,
 )
-from tests.losses.test_bad_input import FORM
 from tests.support import DEVICE
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+on_the_host = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="a device-side assertion ends the process's use of the GPU"
+)
 B, T, H, V = 4, 3, 6, 11
-# What every loss takes.
-MAIN = {"accumulate_into", "accumulate_now", "grad_scale"}
-REST = {"bias", "num_items", "shift", "cu_seqlens", "mask", *MAIN}
-REFERENCE = {"ref_logps", "ref_hidden", "ref_weight", "ref_bias"}
-RATIO = {"advantages", "old_logps"}
-TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk"}
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def numbers(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), device=DEVICE).view(shape)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), device=DEVICE).view(shape) % V
 
 
 class Own(TokenLoss):
@@ -53,109 +59,72 @@ class Own(TokenLoss):
         return {"nll": Term(-stats.logps)}, {}
 
 
-def numbers(*shape: int) -> Tensor:
-    return torch.linspace(-1, 1, torch.Size(shape).numel(), device=DEVICE).view(shape)
-
-
-def inputs(*names: str) -> dict[str, Tensor]:
-    """What a loss needs beside hidden states, weight and targets."""
-    every = {
-        "ref_logps": numbers(B) - 5,
-        "advantages": numbers(B),
-        "labels": torch.tensor([True, False, True, False], device=DEVICE),
-        "kl": numbers(1)[0] + 1.5,
-        "teacher_hidden": numbers(B, T, H),
-        "teacher_weight": numbers(V, H),
-    }
-    return {name: every[name] for name in names}
-
-
-# The loss, the inputs that it needs, and every keyword of its call.
+TEACHER = {"teacher_hidden": numbers(B, T, H), "teacher_weight": numbers(V, H)}
+REFERENCE = {"ref_logps": numbers(B) - 5}
+# Every loss, and the inputs that it needs beside hidden states, weight and targets.
 LOSSES = {
-    "CrossEntropyLoss": (CrossEntropyLoss, (), REST | {"class_weights", "token_weights"}),
-    "DPOLoss": (DPOLoss, ("ref_logps",), REST | REFERENCE | {"position_ids"}),
-    "KTOLoss": (KTOLoss, ("ref_logps", "labels", "kl"), REST | REFERENCE | {"labels", "kl"}),
-    "ORPOLoss": (ORPOLoss, (), REST | {"nll_targets"}),
-    "CPOLoss": (CPOLoss, (), REST),
-    "SimPOLoss": (SimPOLoss, (), REST),
-    "GRPOLoss": (
-        GRPOLoss,
-        ("advantages",),
-        REST | RATIO | REFERENCE | {"sampling_logps", "importance_weights", "sampling_mask"},
-    ),
-    "PPOLoss": (
-        PPOLoss,
-        ("advantages",),
-        REST | RATIO | REFERENCE | {"sampling_logps", "importance_weights", "sampling_mask"},
-    ),
-    "RLOOLoss": (RLOOLoss, ("advantages",), REST | RATIO | {"sampling_mask"}),
-    "REINFORCELoss": (REINFORCELoss, ("advantages",), REST | {"advantages", "sampling_mask"}),
-    "DistillationLoss": (DistillationLoss, ("teacher_hidden", "teacher_weight"), REST | TEACHER),
-    "JSDLoss": (JSDLoss, ("teacher_hidden", "teacher_weight"), REST | TEACHER),
-    "MedusaLoss": (MedusaLoss, (), {"base_weight", "base_bias", "num_items", "cu_seqlens", "mask"}),
-    "MultiTokenLoss": (MultiTokenLoss, (), {"bias", "num_items", "cu_seqlens", "mask"}),
-    "a user's": (Own, (), REST),
+    CrossEntropyLoss: {},
+    DPOLoss: REFERENCE,
+    KTOLoss: REFERENCE | {"labels": torch.arange(B, device=DEVICE) % 2 == 0, "kl": 1.5},
+    ORPOLoss: {},
+    CPOLoss: {},
+    SimPOLoss: {},
+    GRPOLoss: {"advantages": numbers(B)},
+    PPOLoss: {"advantages": numbers(B)},
+    RLOOLoss: {"advantages": numbers(B)},
+    REINFORCELoss: {"advantages": numbers(B)},
+    DistillationLoss: TEACHER,
+    JSDLoss: TEACHER,
+    MedusaLoss: {},
+    MultiTokenLoss: {},
+    Own: {},
 }
-PAIRED = ("DPOLoss", "ORPOLoss", "CPOLoss", "SimPOLoss")
+every_loss = pytest.mark.parametrize("kind", LOSSES)
 
 
-def call(name: str, **changes):
-    kind, needed, _ = LOSSES[name]
-    given = {
-        "hidden": numbers(B, T, H),
-        "targets": torch.arange(B * T, device=DEVICE).view(B, T) % V,
-        **inputs(*needed),
-    }
-    given["weight"] = numbers(V, H)
+def call(kind: type, options: dict | None = None, **changes):
+    given = {"hidden": numbers(B, T, H), "weight": numbers(V, H), "targets": integers(B, T), **LOSSES[kind]}
     if kind is MedusaLoss:
         given["base_weight"], given["weight"] = given["weight"], MedusaHeads(H, V, 2, device=DEVICE)
     elif kind is MultiTokenLoss:
         given["hidden"] = [given["hidden"]] * 2
     given |= changes
-    return kind()(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
+    return kind(**options or {})(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
 
 
-def refusal(name: str, **changes) -> str:
+def hidden_of(kind: type, hidden):
+    return [hidden, hidden] if kind is MultiTokenLoss else hidden
+
+
+def refused(attempt: Callable[[], object], message: str = "") -> str:
+    """The message of what `attempt` raises, which begins with `message`."""
     with pytest.raises((TypeError, ValueError)) as caught:
-        call(name, **changes)
-    message = str(caught.value)
-    assert FORM.match(message), message
-    return message
+        attempt()
+    found = str(caught.value)
+    assert re.match(r"^\w+: expected .*, got .*; .+", found, re.DOTALL), found
+    assert re.match(message, found, re.DOTALL), found
+    return found
 
 
-def every_loss():
-    """A test of each loss."""
-    return pytest.mark.parametrize("name", LOSSES)
+# -- every loss
 
 
-@every_loss()
-def test_the_call_itself_is_good(name):
-    assert call(name).loss.isfinite()
+@every_loss
+def test_the_call_itself_is_good(kind):
+    assert call(kind).loss.isfinite()
 
 
-@every_loss()
-def test_an_unknown_keyword(name):
-    message = refusal(name, surprise=numbers(B))
-    assert "got surprise" in message and LOSSES[name][0].__name__ in message
-    listed = re.search(r"\((.*?)\)", message).group(1).split(", ")
-    assert set(listed) == LOSSES[name][2]
+@every_loss
+def test_an_unknown_keyword_and_all_that_are_known(kind):
+    message = refused(lambda: call(kind, surprise=numbers(B)))
+    assert "got surprise; " in message
+    assert f"keywords of {kind.__name__} ({', '.join(kind.keywords)})" in message
 
 
-@pytest.mark.parametrize(
-    "name, wrong, right",
-    [
-        ("DPOLoss", "ref_logp", "ref_logps"),
-        ("DPOLoss", "reference_hidden", "ref_hidden"),
-        ("ORPOLoss", "nll_target", "nll_targets"),
-        ("GRPOLoss", "old_logp", "old_logps"),
-        ("KTOLoss", "ref_logprobs", "ref_logps"),
-        ("JSDLoss", "teacher_head", "teacher_hidden"),
-        ("CrossEntropyLoss", "class_weight", "class_weights"),
-        ("MedusaLoss", "basis_weight", "base_weight"),
-    ],
-)
-def test_a_misspelt_keyword(name, wrong, right):
-    assert f"perhaps {right} is meant" in refusal(name, **{wrong: numbers(B)})
+def test_keywords_that_every_loss_has():
+    expected = {"bias", "num_items", "shift", "cu_seqlens", "mask"}
+    expected |= {"accumulate_into", "accumulate_now", "grad_scale"}
+    assert set(Own.keywords) == expected
 
 
 SYNONYMS = [
@@ -169,102 +138,16 @@ SYNONYMS = [
 ]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@every_loss
 @pytest.mark.parametrize(("theirs", "ours"), SYNONYMS)
-def test_names_of_other_libraries(name, theirs, ours):
-    """Behind the last semicolon, where the call has such an argument: what is close by spelling trains on
-    padding, or on something else."""
-    keywords = LOSSES[name][2]
-    if theirs in keywords:
+def test_names_of_other_libraries(kind, theirs, ours):
+    """The remedy names our argument only where the call has it, and never one that is spelt alike."""
+    if theirs in kind.keywords:
         return  # position_ids of DPO, labels of KTO
-    remedy = refusal(name, **{theirs: numbers(B)}).rpartition(";")[2]
-    assert (ours in remedy) == (ours in keywords or ours == "targets") or "take a" in remedy, remedy
-    assert "perhaps" not in remedy and ("leave it out" in remedy) == (ours == "num_items" not in keywords)
-
-
-def test_names_of_other_libraries_in_functions():
-    operands = numbers(3, H), numbers(V, H), torch.tensor([1, -100, 2], device=DEVICE)
-    for entry, name, remedy in (
-        (linear_cross_entropy, "attention_mask", "pass it as mask"),
-        (linear_cross_entropy, "num_items_in_batch", "pass it as num_items"),
-        (linear_cross_entropy, "ce_weight", "pass it as class_weights"),
-        (linear_logprobs, "attention_mask", "set the targets to ignore_index where it is off"),
-        (linear_logprobs, "position_ids", "pass the boundaries of the packed sequences as cu_seqlens"),
-        (linear_cross_entropy, "class_weight", "perhaps class_weights is meant"),
-    ):
-        with pytest.raises(TypeError, match=f"got {name}; {remedy}.$"):
-            entry(*operands, **{name: numbers(3)})
-
-
-def test_a_misspelt_reference_is_not_called_missing():
-    message = refusal("DPOLoss", ref_logps=None, ref_logp=numbers(B))
-    assert "got ref_logp; perhaps ref_logps is meant" in message
-
-
-@pytest.mark.parametrize(
-    "name, internal",
-    [
-        ("DPOLoss", "ref_sequence_logps"),
-        ("GRPOLoss", "unit_weights"),
-        ("RLOOLoss", "old_sums"),
-        ("JSDLoss", "labels"),
-        ("ORPOLoss", "completion"),
-    ],
-)
-def test_what_a_loss_makes_itself_is_no_keyword(name, internal):
-    assert internal not in LOSSES[name][0].keywords
-    # Of a shape and type with which the loss could work.
-    given = torch.ones(B, T, dtype=torch.bool, device=DEVICE) if internal == "completion" else numbers(B)
-    assert f"got {internal}; " in refusal(name, **{internal: given})
-
-
-def test_a_subclass_takes_what_it_declares():
-    class Weighted(SimPOLoss):
-        token_inputs = ("token_weights",)
-
-        def terms(self, stats, batch):
-            stats.logps = stats.logps * batch.token_weights
-            return super().terms(stats, batch)
-
-    operands = numbers(B, T, H), numbers(V, H), torch.arange(B * T, device=DEVICE).view(B, T) % V
-    assert set(Weighted.keywords) == REST | {"token_weights"}
-    plain, weighted = SimPOLoss()(*operands), Weighted()(*operands, token_weights=numbers(B, T))
-    assert plain.loss != weighted.loss
-    with pytest.raises(TypeError, match="perhaps token_weights is meant"):
-        Weighted()(*operands, token_weight=numbers(B, T))
-
-
-# What changes in a call of a function, and its error.
-FUNCTION_CALLS = {
-    "unknown option": ({"logit_cap": 3.0}, TypeError, "expected .*softcap.*, got logit_cap; "),
-    "hidden in a tuple": (
-        {"hidden": (numbers(3, H),)},
-        TypeError,
-        "^hidden: expected a tensor, got tuple; .*last_hidden_state",
-    ),
-    "meta device": (
-        {"hidden": numbers(3, H).to("meta"), "weight": numbers(V, H).to("meta")},
-        ValueError,
-        "^hidden: expected a tensor with data",
-    ),
-    "ids outside": (
-        {"targets": torch.tensor([1, -100, 2], device=DEVICE), "ignore_index": 0},
-        ValueError,
-        "first, -100, is that of hidden's row 1; set ignore_index=-100",
-    ),
-}
-
-
-@pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
-@pytest.mark.parametrize(("changes", "error", "message"), FUNCTION_CALLS.values(), ids=FUNCTION_CALLS)
-def test_refused_by_functions(entry, changes, error, message):
-    given = {"hidden": numbers(3, H), "weight": numbers(V, H), "targets": torch.arange(3, device=DEVICE)}
-    with pytest.raises(error, match=message) as caught:
-        entry(**given | changes)
-    assert FORM.match(str(caught.value))
-
-
-# -- what is no tensor
+    remedy = refused(lambda: call(kind, **{theirs: numbers(B)})).rpartition(";")[2]
+    known = ours in kind.keywords or ours == "targets"
+    assert (ours in remedy) == known or "take a" in remedy, remedy
+    assert "perhaps" not in remedy and ("leave it out" in remedy) == (ours == "num_items" and not known)
 
 
 class ModelOutput(OrderedDict):
@@ -278,128 +161,398 @@ OUTPUTS = {
 }
 
 
-@every_loss()
+@every_loss
 @pytest.mark.parametrize("what", OUTPUTS)
-def test_hidden_states_that_are_no_tensor(name, what):
+def test_hidden_states_that_are_no_tensor(kind, what):
     given = OUTPUTS[what](numbers(B, T, H))
-    message = refusal(name, hidden=[given, given] if name == "MultiTokenLoss" else given)
-    assert re.match("hiddens?: expected a", message), message
+    refused(lambda: call(kind, hidden=hidden_of(kind, given)), "hiddens?: expected a")
 
 
-@every_loss()
-def test_boundaries_in_a_list(name):
-    hidden, packed = numbers(B * T, H), {"ref_logps": numbers(B) - 5, "teacher_hidden": numbers(B * T, H)}
-    packed = {key: x for key, x in packed.items() if key in LOSSES[name][1]}
-    hidden = [hidden] * 2 if name == "MultiTokenLoss" else hidden
+@every_loss
+def test_everything_on_the_meta_device(kind):
+    hidden = hidden_of(kind, numbers(B, T, H).to("meta"))
+    refused(lambda: call(kind, hidden=hidden), "hidden.*: expected a tensor with data, got one on the meta ")
+
+
+@every_loss
+def test_boundaries_in_a_list(kind):
+    packed = {"hidden": hidden_of(kind, numbers(B * T, H)), "targets": integers(B * T)}
+    if "teacher_hidden" in LOSSES[kind]:
+        packed["teacher_hidden"] = numbers(B * T, H)
     bounds = list(range(0, B * T + 1, T))
-    packed |= {"hidden": hidden, "targets": torch.arange(B * T, device=DEVICE) % V}
-    assert call(name, cu_seqlens=torch.tensor(bounds, device=DEVICE), **packed).loss.isfinite()
-    message = refusal(name, cu_seqlens=bounds, **packed)
-    assert message.startswith("cu_seqlens: expected a tensor, got list; pass torch.as_tensor(cu_seqlens)")
+    assert call(kind, cu_seqlens=torch.tensor(bounds, device=DEVICE), **packed).loss.isfinite()
+    message = r"cu_seqlens: expected a tensor, got list; pass torch.as_tensor\(cu_seqlens\)"
+    refused(lambda: call(kind, cu_seqlens=bounds, **packed), message)
+
+
+# -- some losses
+
+NO_DATA = torch.empty(V, H, device="meta")
+ONES = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
+BOOLEANS = ONES.bool()
+HALVES, ID_HALVES = numbers(B, T, H).chunk(2), ONES.chunk(2)
+APART = r"(hidden|targets): .*chosen first: torch.cat\(\(chosen, rejected\)\)"
+BEST = numbers(B, T, 2)
+LINEAR = nn.Linear(H, V, device=DEVICE)
+NO_TEACHER = {"teacher_hidden": None, "teacher_weight": None}
+
+# A loss, what changes in its call, and how the message begins.
+REFUSED = [
+    # A misspelt keyword.
+    (DPOLoss, {"ref_logp": numbers(B)}, ".*got ref_logp; perhaps ref_logps is meant"),
+    (DPOLoss, {"ref_logps": None, "ref_logp": numbers(B)}, ".*got ref_logp; perhaps ref_logps is meant"),
+    (DPOLoss, {"reference_hidden": BEST}, ".*perhaps ref_hidden is meant"),
+    (ORPOLoss, {"nll_target": ONES}, ".*perhaps nll_targets is meant"),
+    (GRPOLoss, {"old_logp": numbers(B, T)}, ".*perhaps old_logps is meant"),
+    (KTOLoss, {"ref_logprobs": numbers(B)}, ".*perhaps ref_logps is meant"),
+    (JSDLoss, {"teacher_head": BEST}, ".*perhaps teacher_hidden is meant"),
+    (CrossEntropyLoss, {"class_weight": numbers(V)}, ".*perhaps class_weights is meant"),
+    (MedusaLoss, {"basis_weight": numbers(V, H)}, ".*perhaps base_weight is meant"),
+    # What a loss makes itself, of a shape and type with which it could work.
+    (DPOLoss, {"ref_sequence_logps": numbers(B)}, ".*got ref_sequence_logps; "),
+    (GRPOLoss, {"unit_weights": numbers(B)}, ".*got unit_weights; "),
+    (RLOOLoss, {"old_sums": numbers(B)}, ".*got old_sums; "),
+    (JSDLoss, {"labels": numbers(B)}, ".*got labels; "),
+    (ORPOLoss, {"completion": BOOLEANS}, ".*got completion; "),
+    # Lists, and what another model returns.
+    *(
+        (kind, {name: [1, 0, 1, 0]}, f"{name}: expected a tensor, got list; ")
+        for kind, name in (
+            (KTOLoss, "labels"),
+            (GRPOLoss, "advantages"),
+            (RLOOLoss, "old_logps"),
+            (GRPOLoss, "mask"),
+            (DPOLoss, "ref_logps"),
+            (ORPOLoss, "nll_targets"),
+            (CrossEntropyLoss, "class_weights"),
+            (CrossEntropyLoss, "token_weights"),
+            (JSDLoss, "mask"),
+            (DPOLoss, "targets"),
+            (GRPOLoss, "targets"),
+        )
+    ),
+    (DPOLoss, {"ref_hidden": (BEST,)}, "ref_hidden: expected a tensor, got tuple; pass the hidden states al"),
+    (JSDLoss, {"teacher_hidden": (BEST,)}, "teacher_hidden: expected a tensor, got tuple; pass the hidden s"),
+    # Tensors without numbers.
+    *(
+        (kind, {name: NO_DATA}, f"{name}: expected a tensor with data, got one on the meta device; ")
+        for kind, name in (
+            (CrossEntropyLoss, "class_weights"),
+            (CrossEntropyLoss, "weight"),
+            (DPOLoss, "ref_logps"),
+            (GRPOLoss, "advantages"),
+        )
+    ),
+    # A reference of another shape.
+    *(
+        (
+            kind,
+            {"ref_logps": numbers(*shape)},
+            rf"ref_logps: expected shape \(4,\) or targets' \(4, 3\), got {re.escape(str(shape))}; ",
+        )
+        for kind in (DPOLoss, KTOLoss)
+        for shape in ((B + 1,), (B, T + 1), ())
+    ),
+    # Chosen and rejected sequences apart.
+    *(
+        (kind, changes, APART)
+        for kind in (DPOLoss, ORPOLoss, CPOLoss, SimPOLoss)
+        for changes in (
+            {"hidden": HALVES},
+            {"targets": list(ID_HALVES)},
+            {"hidden": list(HALVES), "targets": ID_HALVES},
+        )
+    ),
+    *(
+        (
+            kind,
+            {"chosen_hidden": HALVES[0], "rejected_hidden": HALVES[1]},
+            ".*got chosen_hidden, rejected_hidden; concatenate.*chosen first",
+        )
+        for kind in (DPOLoss, ORPOLoss, CPOLoss, SimPOLoss)
+    ),
+    # Several heads, several depths.
+    *(
+        (MedusaLoss, {"weight": heads}, f"heads: expected a MedusaHeads module, got {type(heads).__name__}; ")
+        for heads in ([LINEAR], LINEAR, nn.ModuleList([LINEAR]))
+    ),
+    *(
+        (kind, {"shift": shift}, ".*got shift; targets are unshifted labels already.$")
+        for kind in (MedusaLoss, MultiTokenLoss)
+        for shift in (True, False)
+    ),
+    (MultiTokenLoss, {"hidden": BEST}, "hiddens: expected a list or tuple of tensors, got Tensor; "),
+    # The best tokens of a teacher.
+    *(
+        (JSDLoss, NO_TEACHER | {"teacher_logprobs_topk": best}, "teacher_logprobs_topk: expected a pair")
+        for best in (BEST, (BEST,), [BEST, BEST, BEST])
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "name, argument",
-    [
-        ("KTOLoss", "labels"),
-        ("GRPOLoss", "advantages"),
-        ("RLOOLoss", "old_logps"),
-        ("GRPOLoss", "mask"),
-        ("DPOLoss", "ref_logps"),
-        ("ORPOLoss", "nll_targets"),
-        ("CrossEntropyLoss", "class_weights"),
-        ("CrossEntropyLoss", "token_weights"),
-        ("JSDLoss", "mask"),
-        ("DPOLoss", "targets"),
-        ("GRPOLoss", "targets"),
-    ],
+    ("kind", "changes", "message"), REFUSED, ids=[f"{k.__name__} {' '.join(c)}" for k, c, _ in REFUSED]
 )
-def test_numbers_in_a_list(name, argument):
-    message = refusal(name, **{argument: [1, 0, 1, 0]})
-    assert message.startswith(f"{argument}: expected a tensor, got list; ")
+def test_refused_by_a_loss(kind, changes, message):
+    refused(lambda: call(kind, **changes), message)
 
 
-@pytest.mark.parametrize("name, argument", [("DPOLoss", "ref_hidden"), ("JSDLoss", "teacher_hidden")])
-def test_another_models_output(name, argument):
-    message = refusal(name, **{argument: (numbers(B, T, H),)})
-    assert message.startswith(f"{argument}: expected a tensor, got tuple; pass the hidden states alone")
+def test_a_subclass_takes_what_it_declares():
+    class Weighted(SimPOLoss):
+        token_inputs = ("token_weights",)
+
+        def terms(self, stats, batch):
+            stats.logps = stats.logps * batch.token_weights
+            return super().terms(stats, batch)
+
+    operands = numbers(B, T, H), numbers(V, H), integers(B, T)
+    assert set(Weighted.keywords) == {*SimPOLoss.keywords, "token_weights"}
+    assert SimPOLoss()(*operands).loss != Weighted()(*operands, token_weights=numbers(B, T)).loss
+    refused(lambda: Weighted()(*operands, token_weight=numbers(B, T)), ".*perhaps token_weights is meant")
+
+
+def test_cispo_without_its_bound():
+    message = "epsilon_high: expected the ratio's upper bound for cispo, got None"
+    refused(lambda: GRPOLoss(loss_type="cispo"), message)
+    refused(lambda: GRPOLoss(loss_type="cispo", epsilon=3.0), message)
+    assert GRPOLoss(loss_type="cispo", epsilon_high=5.0).upper == 5.0
 
 
 # -- targets that are no ids
 
 
-def outside(name: str, ids: dict[tuple[int, int], int], **options) -> str:
+def outside(kind: type, ids: dict[tuple[int, int], int], **options) -> str:
     """The message about targets with these ids in these places."""
-    kind, needed, _ = LOSSES[name]
-    targets = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
+    targets = ONES.clone()
     for place, value in ids.items():
         targets[place] = value
-    with pytest.raises(ValueError) as caught:
-        kind(**options)(numbers(B, T, H), numbers(V, H), targets, **inputs(*needed))
-    assert FORM.match(str(caught.value))
-    return str(caught.value)
+    return refused(lambda: call(kind, options, targets=targets))
 
 
-@pytest.mark.parametrize("name", ["CrossEntropyLoss", "DPOLoss", "GRPOLoss", "JSDLoss", "SimPOLoss"])
-def test_ids_outside_are_shown(name):
-    message = outside(name, {(1, 2): V + 3, (0, 1): -100, (2, 0): V, (3, 2): -7})
-    assert "got 3 outside: the least is -7, the greatest 14; the first, 14, is that of hidden's row 5; " in (
-        message
-    )
+@pytest.mark.parametrize("kind", [CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, SimPOLoss])
+def test_ids_outside_are_shown(kind):
+    message = outside(kind, {(1, 2): V + 3, (0, 1): -100, (2, 0): V, (3, 2): -7})
+    shown = "got 3 outside: the least is -7, the greatest 14; the first, 14, is that of hidden's row 5; "
+    assert shown in message
     assert message.endswith("fix the labels or set ignore_index.")
 
 
-def test_ids_outside_that_mark_what_is_not_supervised():
-    hint = "set ignore_index={0}, not {1}, if {0} marks what is not supervised."
-    everyone = {"ids": {(0, 0): -100, (0, 1): -100}, "ignore_index": 0}
-    assert outside("CrossEntropyLoss", **everyone).endswith(hint.format(-100, 0))
-    assert outside("DPOLoss", **everyone).endswith(hint.format(-100, 0))
-    mixed = {(0, 0): -101, (0, 1): -100, (1, 1): V}
-    assert outside("CrossEntropyLoss", mixed, ignore_index=-1).endswith(hint.format(-100, -1))
-    assert outside("CrossEntropyLoss", {(0, 0): -1, (2, 1): -1}).endswith(hint.format(-1, -100))
-    # One id too many is no mark.
-    assert outside("CrossEntropyLoss", {(0, 0): V, (2, 1): V}).endswith("fix the labels or set ignore_index.")
+@pytest.mark.parametrize(
+    ("ids", "ignore_index", "mark"),
+    [
+        ({(0, 0): -100, (0, 1): -100}, 0, -100),
+        ({(0, 0): -101, (0, 1): -100, (1, 1): V}, -1, -100),
+        ({(0, 0): -1, (2, 1): -1}, -100, -1),
+    ],
+)
+@pytest.mark.parametrize("kind", [CrossEntropyLoss, DPOLoss])
+def test_ids_outside_that_mark_what_is_not_supervised(kind, ids, ignore_index, mark):
+    hint = f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised."
+    assert outside(kind, ids, ignore_index=ignore_index).endswith(hint)
 
 
-# -- tensors without numbers
+def test_one_id_too_many_is_no_mark():
+    message = outside(CrossEntropyLoss, {(0, 0): V, (2, 1): V})
+    assert message.endswith("fix the labels or set ignore_index.")
 
 
-META = {"CrossEntropyLoss": "class_weights", "DPOLoss": "ref_logps", "GRPOLoss": "advantages"}
+def changed_target(value: int) -> Tensor:
+    targets = integers(B, T)
+    targets[1, 2] = value
+    return targets
 
 
-@every_loss()
-def test_everything_on_the_meta_device(name):
-    hidden = numbers(B, T, H).to("meta")
-    changes = {"hidden": [hidden] * 2 if name == "MultiTokenLoss" else hidden}
-    message = refusal(name, **changes)
-    assert re.match("hidden.*: expected a tensor with data, got one on the meta device; ", message), message
+@on_the_host
+@pytest.mark.parametrize("value", [V, -1, 2**40])
+@pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
+def test_bad_targets_never_reach_the_loss_without_compaction(entry, value):
+    # On a device the check is then an assertion in the kernel; on CPU it is raised where it happens.
+    with pytest.raises(RuntimeError, match="^targets: expected"):
+        entry(numbers(B, T, H), numbers(V, H), changed_target(value), compact=False)
 
 
-@pytest.mark.parametrize("name, argument", [*META.items(), ("CrossEntropyLoss", "weight")])
-def test_one_argument_on_the_meta_device(name, argument):
-    message = refusal(name, **{argument: torch.empty(V, H, device="meta")})
-    assert message.startswith(f"{argument}: expected a tensor with data, got one on the meta device; ")
+# -- the functions
 
 
-# -- options and shapes that used to pass, or to fail far from the call
+def quantized(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that quantized tensors are deprecated
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
 
-def test_cispo_without_its_bound():
-    with pytest.raises(
-        ValueError, match="^epsilon_high: expected the ratio's upper bound for cispo, got None"
-    ):
-        GRPOLoss(loss_type="cispo")
-    with pytest.raises(ValueError, match="^epsilon_high: "):
-        GRPOLoss(loss_type="cispo", epsilon=3.0)
-    assert GRPOLoss(loss_type="cispo", epsilon_high=5.0).upper == 5.0
+WEIGHT = numbers(V, H)
+# How the message begins, and what changes in the call.
+OPERANDS = {
+    "hidden 0-d": ("hidden: ", {"hidden": torch.tensor(1.0, device=DEVICE)}),
+    "hidden of another size": ("(hidden|weight): ", {"hidden": numbers(B, T, H + 1)}),
+    "hidden of integers": ("hidden: ", {"hidden": integers(B, T, H)}),
+    "hidden in a tuple": (
+        "hidden: expected a tensor, got tuple; .*last_hidden_state",
+        {"hidden": (numbers(3, H),)},
+    ),
+    "weight 1-d": ("weight: ", {"weight": numbers(H)}),
+    "weight 3-d": ("weight: ", {"weight": numbers(1, V, H)}),
+    "weight transposed": ("(hidden|weight): ", {"weight": numbers(H, V)}),
+    "weight of another dtype": ("(hidden|weight): ", {"weight": WEIGHT.bfloat16()}),
+    "weight of integers": ("weight: ", {"weight": integers(V, H).to(torch.int8)}),
+    "weight quantized": ("weight: ", {"weight": quantized(WEIGHT)}),
+    "weight sparse": ("weight: ", {"weight": WEIGHT.to_sparse()}),
+    "weight on another device": ("(hidden|weight): ", {"weight": WEIGHT.to("meta")}),
+    "weight without rows": ("(weight|targets): ", {"weight": WEIGHT[:0]}),
+    "meta device": (
+        "hidden: expected a tensor with data",
+        {"hidden": numbers(B, T, H).to("meta"), "weight": WEIGHT.to("meta")},
+    ),
+    "targets of another shape": ("targets: ", {"targets": integers(B, T - 1)}),
+    "targets flat": ("targets: ", {"targets": integers(B * T)}),
+    "targets of floats": ("targets: ", {"targets": numbers(B, T)}),
+    "targets on another device": ("targets: ", {"targets": integers(B, T).to("meta")}),
+    "target too large": ("targets: ", {"targets": changed_target(V)}),
+    "target much too large": ("targets: ", {"targets": changed_target(2**40)}),
+    "target negative": ("targets: ", {"targets": changed_target(-1)}),
+    "target -100 that is not ignore_index": (
+        "targets: .*first, -100, is that of hidden's row 5; set ignore_index=-100",
+        {"targets": changed_target(-100), "ignore_index": 0},
+    ),
+    "bias of another size": ("bias: ", {"bias": numbers(V + 1)}),
+    "bias 2-d": ("bias: ", {"bias": numbers(V, 1)}),
+    "bias on another device": ("bias: ", {"bias": numbers(V).to("meta")}),
+    "negative budget": ("logits_budget: ", {"logits_budget": -1}),
+    "no budget": ("logits_budget: ", {"logits_budget": 0}),
+    "budget in words": ("logits_budget: ", {"logits_budget": "1GB"}),
+    "softcap 0": ("softcap: ", {"softcap": 0.0}),
+    "softcap negative": ("softcap: ", {"softcap": -5.0}),
+    "temperature 0": ("temperature: ", {"temperature": 0.0}),
+    "temperature negative": ("temperature: ", {"temperature": -1.0}),
+    "unknown option": (".*expected .*softcap.*, got logit_cap; ", {"logit_cap": 3.0}),
+}
+CROSS_ENTROPY = {
+    "reduction": ("reduction: .*'mean', 'sum', 'none', got 'average'", {"reduction": "average"}),
+    "label_smoothing above 1": ("label_smoothing: ", {"label_smoothing": 1.1}),
+    "label_smoothing negative": ("label_smoothing: ", {"label_smoothing": -0.1}),
+    "label_smoothing nan": ("label_smoothing: ", {"label_smoothing": float("nan")}),
+    "class_weights of another length": ("class_weights: ", {"class_weights": numbers(V - 1)}),
+    "class_weights 2-d": ("class_weights: ", {"class_weights": numbers(V, 1)}),
+    "token_weights of another shape": ("token_weights: ", {"token_weights": numbers(B, T - 1)}),
+    "shift with aligned targets": ("targets: ", {"targets": integers(B, T - 1), "shift": True}),
+    "num_items of several": ("num_items: ", {"num_items": numbers(2)}),
+    "mask by another name": (".*got attention_mask; pass it as mask.$", {"attention_mask": BOOLEANS}),
+    "items by another name": (".*got num_items_in_batch; pass it as num_items.$", {"num_items_in_batch": 3}),
+    "weights by another name": (".*got ce_weight; pass it as class_weights.$", {"ce_weight": numbers(V)}),
+    "class_weights misspelt": (".*got class_weight; perhaps class_weights is ", {"class_weight": numbers(V)}),
+}
+LOGPROBS = {
+    "entropy": ("entropy: ", {"entropy": "yes"}),
+    "mask": (
+        ".*got attention_mask; set the targets to ignore_index where it is off.$",
+        {"attention_mask": BOOLEANS},
+    ),
+    "position ids": (
+        ".*got position_ids; pass the boundaries of the packed sequences as cu_seqlens.$",
+        {"position_ids": integers(B, T)},
+    ),
+}
+ENTRIES = {linear_cross_entropy: OPERANDS | CROSS_ENTROPY, linear_logprobs: OPERANDS | LOGPROBS}
 
 
-@pytest.mark.parametrize("name", ["DPOLoss", "KTOLoss"])
-@pytest.mark.parametrize("shape", [(B + 1,), (B, T + 1), ()])
-def test_reference_of_another_shape(name, shape):
-    message = refusal(name, ref_logps=numbers(*shape))
-    expected = rf"shape \({B},\) or targets' \({B}, {T}\), got "
-    assert re.match(f"ref_logps: expected {expected}{re.escape(str(shape))}; ", message), message
+@pytest.mark.parametrize(("entry", "what"), [(entry, what) for entry in ENTRIES for what in ENTRIES[entry]])
+def test_refused_by_functions(entry, what):
+    message, changes = ENTRIES[entry][what]
+    given = {"hidden": numbers(B, T, H), "weight": WEIGHT, "targets": integers(B, T)}
+    refused(lambda: entry(**given | changes), message)
+
+
+@pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
+@pytest.mark.parametrize("trainable", ["hidden", "weight"])
+def test_create_graph(entry, trainable):
+    given = {"hidden": numbers(B, T, H), "weight": numbers(V, H), "targets": integers(B, T)}
+    leaf = given[trainable].requires_grad_()
+    output = entry(**given)
+    value = output if isinstance(output, Tensor) else output.logps.sum()
+    with pytest.raises(RuntimeError, match=r"^\w+: expected .*, got .*; .*hidden @ weight\.T"):
+        torch.autograd.grad(value, leaf, create_graph=True)
+
+
+SMALL_BUDGET = """
+import torch, warnings
+from logitless import CrossEntropyLoss
+torch.manual_seed(0)
+hidden, weight, targets = torch.randn(5, 4, requires_grad=True), torch.randn(100, 4), torch.arange(5)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")
+    for _ in range(3):
+        output = CrossEntropyLoss(logits_budget=16)(hidden, weight, targets)
+expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
+print(output.plan.chunks, output.plan.token_chunk, torch.allclose(output.loss, expected))
+for warning in caught:
+    print(issubclass(warning.category, UserWarning), warning.message)
+"""
+
+
+def test_budget_below_one_row_works_and_warns_once():
+    # In a process of its own: "once" counts from the start of the process.
+    result = subprocess.run([sys.executable, "-c", SMALL_BUDGET], capture_output=True, text=True, check=True)
+    facts, *warned = result.stdout.strip().splitlines()
+    assert facts == "5 1 True"
+    assert len(warned) == 1 and warned[0].startswith("True logits_budget: "), warned
+
+
+# -- a user's own loss. What is wrong with the class may be said when it is defined, made or called.
+
+
+def define_without_terms():
+    @dataclass(frozen=True, kw_only=True)
+    class Forgetful(TokenLoss):
+        gamma: float = 2.0
+
+    return Forgetful()
+
+
+def define_without_the_decorator():
+    class Undecorated(TokenLoss):
+        gamma: float = 2.0
+
+        def terms(self, stats, batch):
+            return {"nll": Term(-self.gamma * stats.logps)}, {}
+
+    return Undecorated()
+
+
+def define_with_a_tensor():
+    @dataclass(frozen=True, kw_only=True)
+    class Tabled(TokenLoss):
+        table: Tensor
+
+        def terms(self, stats, batch):
+            return {"nll": Term(-stats.logps * self.table[batch.targets])}, {}
+
+    return Tabled(table=torch.ones(V))
+
+
+OPERANDS_ALONE = numbers(B, T, H), numbers(V, H), integers(B, T)
+
+
+@pytest.mark.parametrize(
+    ("define", "named"),
+    [
+        (define_without_terms, "terms"),
+        (define_without_the_decorator, "dataclass"),
+        (define_with_a_tensor, "shared_inputs"),
+    ],
+)
+def test_a_class_that_is_no_loss(define, named):
+    assert named in refused(lambda: define()(*OPERANDS_ALONE))
+
+
+def test_class_variables_need_no_decorator():
+    class Undecorated(TokenLoss):
+        metric_names: ClassVar[tuple[str, ...]] = ("logps",)
+
+        def terms(self, stats, batch):
+            return {"nll": Term(-stats.logps)}, {"logps": Term(stats.logps)}
+
+    out = Undecorated()(*OPERANDS_ALONE)
+    assert out.loss == -out.metrics["logps"]
 
 
 @pytest.mark.parametrize(
@@ -416,53 +569,42 @@ def test_a_loss_of_sequences_that_says_token(use):
         def terms(self, stats, batch):
             return {"loss": Term(use(stats, batch))}, {}
 
-    targets = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(TypeError, match="^scope: expected 'group' or 'batch' .*, got 'token'; declare it"):
-        Forgetful()(numbers(B, T, H), numbers(V, H), targets)
+    message = "scope: expected 'group' or 'batch' .*, got 'token'; declare it"
+    refused(lambda: Forgetful()(*OPERANDS_ALONE), message)
 
 
-# -- sequences apart, heads that are none
+# -- normalizer
+
+normalized = pytest.mark.parametrize("kind", [CrossEntropyLoss, DPOLoss, SimPOLoss, GRPOLoss])
+ZEROS = {"int": 0, "float": 0.0, "tensor": torch.tensor(0, device="cpu")}
+zeros = pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 
 
-@pytest.mark.parametrize("name", PAIRED)
-@pytest.mark.parametrize("form", [tuple, list])
-def test_chosen_and_rejected_in_two_tensors(name, form):
-    halves = form(numbers(B, T, H).chunk(2))
-    targets = form(torch.zeros(B, T, dtype=torch.int64, device=DEVICE).chunk(2))
-    for changes in ({"hidden": halves}, {"targets": targets}, {"hidden": halves, "targets": targets}):
-        message = refusal(name, **changes)
-        assert "chosen first: torch.cat((chosen, rejected))" in message and re.match(
-            "hidden|targets", message
-        )
+@normalized
+@zeros
+def test_num_items_of_0_with_supervised_tokens(kind, zero):
+    refused(lambda: call(kind, num_items=zero), "num_items: expected")
 
 
-@pytest.mark.parametrize("name", PAIRED)
-def test_chosen_and_rejected_by_keyword(name):
-    chosen, rejected = numbers(B, T, H).chunk(2)
-    message = refusal(name, chosen_hidden=chosen, rejected_hidden=rejected)
-    assert "got chosen_hidden, rejected_hidden; concatenate" in message and "chosen first" in message
+@on_the_host
+def test_num_items_of_0_on_the_device_without_compaction():
+    with pytest.raises(RuntimeError, match="^num_items: expected"):
+        call(CrossEntropyLoss, {"compact": False}, num_items=torch.tensor(0))
 
 
-def test_heads_that_are_no_medusa_heads():
-    for heads in ([nn.Linear(H, V)], nn.Linear(H, V), nn.ModuleList([nn.Linear(H, V)])):
-        message = refusal("MedusaLoss", weight=heads)
-        assert message.startswith(f"heads: expected a MedusaHeads module, got {type(heads).__name__}; ")
+@zeros
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
+def test_num_items_of_0_without_supervised_tokens(zero, compact):
+    hidden, nothing = numbers(B, T, H).requires_grad_(), torch.full_like(ONES, -100)
+    loss = call(CrossEntropyLoss, {"compact": compact}, hidden=hidden, targets=nothing, num_items=zero).loss
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any()
 
 
-@pytest.mark.parametrize("name", ["MedusaLoss", "MultiTokenLoss"])
-@pytest.mark.parametrize("shift", [True, False])
-def test_labels_of_several_heads_are_never_shifted(name, shift):
-    assert refusal(name, shift=shift).endswith("got shift; targets are unshifted labels already.")
-
-
-def test_hidden_states_of_several_depths():
-    assert refusal("MultiTokenLoss", hidden=numbers(B, T, H)).startswith(
-        "hiddens: expected a list or tuple of tensors, got Tensor; "
-    )
-
-
-def test_the_best_tokens_of_a_teacher_are_a_pair():
-    best = numbers(B, T, 2)
-    for given in (best, (best,), [best, best, best]):
-        message = refusal("JSDLoss", teacher_hidden=None, teacher_weight=None, teacher_logprobs_topk=given)
-        assert message.startswith("teacher_logprobs_topk: expected a pair")
+@normalized
+@pytest.mark.parametrize("num_items", [3, torch.tensor(3, device=DEVICE)], ids=["number", "tensor"])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_num_items_of_what_is_no_mean(kind, num_items, reduction):
+    options = {"reduction": reduction}
+    assert call(kind, options).loss.isfinite().all()
+    refused(lambda: call(kind, options, num_items=num_items), "num_items: expected None")

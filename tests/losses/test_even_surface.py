@@ -1,7 +1,5 @@
 """What losses take alike: a mask, single tokens, references, names of the clip range, predictions."""
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +13,6 @@ from logitless import (
     LogitsLoss,
     MedusaLoss,
     MultiTokenLoss,
-    ORPOLoss,
     PPOLoss,
     RLOOLoss,
     SimPOLoss,
@@ -25,72 +22,15 @@ from logitless import (
     linear_topk,
 )
 from tests.losses import every_loss
-from tests.losses.every_loss import LOSSES, SEQUENCES, B, H, LossCase, V
-from tests.support import DEVICE, AllocationWatcher, uncompiled
+from tests.losses.every_loss import B, H, V
+from tests.support import DEVICE, AllocationWatcher
 
 T = 7
-CASES = [name for name, case in LOSSES.items() if isinstance(case, LossCase)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    with uncompiled():
-        yield
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def starts() -> Tensor:
     return torch.arange(0, B * T + 1, T, device=DEVICE)
-
-
-def outcome(name: str, x, *, targets: Tensor, options: dict, **given) -> list[Tensor]:
-    """Loss, metrics and gradients of a call."""
-    heads = every_loss.heads()
-    loss, (hidden, weight, _), inputs = LOSSES[name].prepare(x, heads, **options)
-    out = loss(hidden, weight, targets, **inputs | given)
-    found = every_loss.gradients(out.loss.sum(), x, heads)
-    return [out.loss.detach(), *out.metrics.values(), *found.values()]
-
-
-# -- mask
-
-
-@pytest.mark.parametrize("how", ["plain", "shifted", "packed", "unreduced"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_mask_is_ignore_index(name, how):
-    options, given = {}, {}
-    x = every_loss.given(T)
-    aligned = name in ("multi-token", "Medusa")
-    if how == "shifted" and not aligned:
-        given["shift"] = True
-    if how == "packed":
-        x, given = x.flat(), {"cu_seqlens": starts()} if name in SEQUENCES or aligned else {}
-        if name not in SEQUENCES and not aligned and not name.startswith(("cross", "own")):
-            pytest.skip("every_loss gives this loss padded sequences alone")
-    if how == "unreduced":
-        options = {"reduction": "none"}
-        if aligned or name in ("DPO, sorted", "ORPO", "CPO"):
-            pytest.skip("without a reduction its result has not the shape of the targets")
-    mask = torch.rand(x.targets.shape, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE) < 0.6
-    by_hand = outcome(name, x, targets=x.targets.masked_fill(~mask, -100), options=options, **given)
-    ours = outcome(name, x, targets=x.targets, options=options, mask=mask.long(), **given)
-    unmasked = outcome(name, x, targets=x.targets, options=options, **given)
-    assert len(ours) == len(by_hand) > 3
-    for a, b in zip(ours, by_hand, strict=True):
-        torch.testing.assert_close(a, b)
-    assert any(not torch.equal(a, b) for a, b in zip(ours, unmasked, strict=True))
-
-
-def test_a_mask_of_another_shape():
-    x = every_loss.given(T)
-    for name in ("cross-entropy", "DPO", "KTO", "GRPO", "JSD", "Medusa"):
-        with pytest.raises(
-            ValueError, match=r"^mask: expected targets' shape \(4, 7\), got \(4,\); give one"
-        ):
-            outcome(name, x, targets=x.targets, options={}, mask=torch.ones(B, device=DEVICE))
-        with pytest.raises(TypeError, match="^mask: expected a tensor, got list"):
-            outcome(name, x, targets=x.targets, options={}, mask=[1] * B)
-    with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
-        ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
 
 
 def test_an_input_of_the_name_of_a_keyword():
@@ -191,50 +131,42 @@ def test_reference_head_as_a_module():
         assert torch.equal(ours.loss, kind(x.hidden, x.weight, x.targets, **apart, **given).loss)
 
 
+ONE = "ref_logps: expected one of ref_logps and ref_hidden .*, got "
+UNUSED = "ref_logps: expected no reference for this GRPOLoss, got ref_"
+# A loss, what is given of "logps", "hidden", "weight" and "bias", and the message.
 BAD_REFERENCES = {
-    "none": (0.1, {}, "ref_logps: expected one of ref_logps and ref_hidden .*, got neither; pass one"),
-    "two": (
-        0.1,
-        ("ref_logps", "ref_hidden", "ref_weight"),
-        "ref_logps: expected one of .*, got ref_logps and",
-    ),
-    "a head alone": (
-        0.1,
-        ("ref_logps", "ref_weight"),
-        "ref_logps: expected one of .*, got ref_logps and ref_w",
-    ),
-    "no head": (0.1, ("ref_hidden",), "ref_weight: expected the reference's head"),
-    "no KL": (0.0, ("ref_hidden", "ref_weight"), "ref_logps: expected no reference for this GRPOLoss, got"),
-    "no KL, log-probs": (
-        0.0,
-        ("ref_logps",),
-        "ref_logps: expected no reference for this GRPOLoss, got ref_l",
-    ),
+    "none": (GRPOLoss(beta=0.1), "", ONE + "neither; pass one"),
+    "two": (GRPOLoss(beta=0.1), "logps hidden weight", ONE + "ref_logps and ref_hidden"),
+    "a head alone": (GRPOLoss(beta=0.1), "logps weight", ONE + "ref_logps and ref_weight"),
+    "a bias alone": (GRPOLoss(beta=0.1), "logps bias", ONE + "ref_logps and ref_bias"),
+    "no head": (GRPOLoss(beta=0.1), "hidden", "ref_weight: expected the reference's head"),
+    "no KL": (GRPOLoss(), "hidden weight", UNUSED),
+    "no KL, log-probs": (GRPOLoss(), "logps", UNUSED),
+    "DPO, a head alone": (DPOLoss(), "logps weight", ONE + "ref_logps and ref_weight"),
+    "DPO, a bias alone": (DPOLoss(), "logps bias", ONE + "ref_logps and ref_bias"),
+    "KTO, a head alone": (KTOLoss(), "logps weight", ONE + "ref_logps and ref_weight"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_REFERENCES)
-def test_a_reference_that_does_not_fit(case):
-    beta, names, message = BAD_REFERENCES[case]
-    x = every_loss.given(T)
-    every = {"ref_logps": x.ref_logps, "ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
+def with_reference(loss, names: str, x: every_loss.Given, **inputs):
+    every = {"logps": x.ref_logps, "hidden": x.teacher_hidden, "weight": x.teacher_weight, "bias": x.bias}
+    inputs |= {f"ref_{name}": every[name].detach() for name in names.split()}
+    inputs |= {"advantages": x.advantages} if isinstance(loss, GRPOLoss) else {}
+    inputs |= {"labels": x.labels} if isinstance(loss, KTOLoss) else {}
+    return loss(x.hidden, x.weight, x.targets, **inputs)
+
+
+@pytest.mark.parametrize(("loss", "names", "message"), BAD_REFERENCES.values(), ids=BAD_REFERENCES)
+def test_a_reference_that_does_not_fit(loss, names, message):
+    kl = {"kl": 0.1} if isinstance(loss, KTOLoss) else {}
     with pytest.raises(ValueError, match=f"^{message}"):
-        GRPOLoss(beta=beta)(
-            x.hidden, x.weight, x.targets, advantages=x.advantages, **{name: every[name] for name in names}
-        )
+        with_reference(loss, names, every_loss.given(T), **kl)
 
 
-def test_an_unused_reference_head_is_refused_by_pairs_too():
+def test_ktos_reference_head_may_be_that_of_the_kl_alone():
     x = every_loss.given(T)
-    given = {"ref_logps": x.ref_logps, "ref_weight": x.teacher_weight}
-    for call in (DPOLoss(), functools.partial(KTOLoss(), labels=x.labels, kl=0.1)):
-        with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_weight"):
-            call(x.hidden, x.weight, x.targets, **given)
-    for call in (DPOLoss(), functools.partial(GRPOLoss(beta=0.1), advantages=x.advantages)):
-        with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_bias"):
-            call(x.hidden, x.weight, x.targets, ref_logps=x.ref_logps, ref_bias=x.bias.detach())
     kl = {"kl_hidden": x.hidden, "kl_targets": x.targets, "ref_hidden": x.teacher_hidden}
-    assert KTOLoss()(x.hidden, x.weight, x.targets, labels=x.labels, kl=kl, **given).loss.isfinite()
+    assert with_reference(KTOLoss(), "logps weight", x, kl=kl).loss.isfinite()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="watches what the CPU allocates")
@@ -251,12 +183,6 @@ def test_the_reference_stays_within_the_budget():
 # -- predictions
 
 
-def predicted(z: Tensor, targets: Tensor) -> Tensor:
-    """Of equal logits the lowest id."""
-    best = (z == z.amax(-1, keepdim=True)).int().cumsum(-1).cumsum(-1).eq(1).int().argmax(-1)
-    return best.masked_fill(targets == -100, -100)
-
-
 def test_predictions_under_torch_compile():
     x = every_loss.given(T)
     loss = CrossEntropyLoss(return_predictions=True)
@@ -265,7 +191,8 @@ def test_predictions_under_torch_compile():
             lambda h, w, t: tuple(loss(h, w, t))[3]["predictions"], backend="aot_eager", fullgraph=True
         )
         found = graph(x.hidden, x.weight, x.targets)
-    assert torch.equal(found, predicted(x.hidden @ x.weight.T, x.targets))
+    best = (x.hidden @ x.weight.T).argmax(-1)
+    assert torch.equal(found, best.masked_fill(x.targets == -100, -100))
 
 
 def test_nothing_is_handed_out_unasked():

@@ -4,18 +4,16 @@ with the targets masked by hand."""
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DistillationLoss, KTOLoss, MultiTokenLoss, linear_topk
-from tests.losses.every_loss import LOSSES, H, LossCase, given, heads
+from logitless import CrossEntropyLoss, KTOLoss, MultiTokenLoss, ORPOLoss, linear_topk
+from tests.cases import operands
+from tests.losses.every_loss import LOSSES, Given, H, LossCase, given, heads
 from tests.support import DEVICE
 
 CASES = {name: case for name, case in LOSSES.items() if isinstance(case, LossCase)}
 T = 5
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def mask_of(x) -> torch.Tensor:
@@ -25,32 +23,46 @@ def mask_of(x) -> torch.Tensor:
     return mask
 
 
-def call(name: str, x, mask, **options):
+def call(name: str, x, mask, **options) -> list[float]:
+    """Loss and metrics."""
     loss, arguments, keywords = CASES[name].prepare(x, heads(), **options)
-    return loss(*arguments, **keywords, mask=mask)
+    out = loss(*arguments, **keywords, mask=mask)
+    return [number.item() for number in (out.loss, *out.metrics.values())]
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_masks_of_flags(name, kind):
+def test_masks_of_flags(name):
     x = given(T)
     mask = mask_of(x)
-    loss, arguments, keywords = CASES[name].prepare(x, heads())
-    by_hand = (*arguments[:2], x.targets.masked_fill(~mask, -100))
-    assert call(name, x, mask.to(kind)).loss.item() == loss(*by_hand, **keywords).loss.item()
+    masked = Given(**dict(x.items()) | {"targets": x.targets.masked_fill(~mask, -100)})
+    expected = call(name, masked, None)
+    assert expected != call(name, x, None)
+    for kind in (torch.bool, torch.int64, torch.uint8):
+        assert call(name, x, mask.to(kind)) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_masks_of_floats_are_refused(name):
     x = given(T)
     additive = torch.zeros(x.targets.shape, device=DEVICE).masked_fill(~mask_of(x), -torch.inf)
-    for mask in (additive, additive.exp(), additive.exp().bfloat16()):
-        with pytest.raises(
-            TypeError, match="^mask: expected booleans, or integers that are 0 or 1, got "
-        ) as e:
+    message = "^mask: expected booleans, or integers that are 0 or 1, got .*mask == 0 if it is additive"
+    for mask in (additive, additive.exp().bfloat16()):
+        with pytest.raises(TypeError, match=message) as caught:
             call(name, x, mask)
-        assert "mask == 0 if it is additive" in str(e.value)
-        assert ("as token_weights" in str(e.value)) == name.startswith("cross-entropy")
+        assert ("as token_weights" in str(caught.value)) == name.startswith("cross-entropy")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_of_another_shape_are_refused(name):
+    x = given(T)
+    with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); give one"):
+        call(name, x, torch.ones(len(x.targets), device=DEVICE))
+
+
+def test_a_mask_beside_nll_targets_is_refused():
+    x = given(T)
+    with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
+        ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
 
 
 @pytest.mark.parametrize("value", [2, -1])
@@ -116,35 +128,21 @@ def test_labels_of_sequences(compact, reduction):
         value(x.labels * 2 - 1)
 
 
-@pytest.mark.parametrize("mask", [None, "first"])
-@pytest.mark.parametrize("ignore_index", [0, 1, 7])
-def test_every_token_counts_without_targets(ignore_index, mask):
-    """S11: an id stands for the target that is not there, whatever `ignore_index` is."""
-    x = given(T)
-    mask = None if mask is None else mask_of(x)
-    loss, teacher = DistillationLoss(ignore_index=ignore_index), (x.teacher_hidden, x.teacher_weight)
-    found = loss(x.hidden, x.weight, teacher_hidden=teacher[0], teacher_weight=teacher[1], mask=mask).loss
-    s, t = ((h @ w.T).double().log_softmax(-1) for h, w in ((x.hidden, x.weight), teacher))
-    m = torch.logaddexp(s, t) - torch.tensor(2.0, dtype=torch.float64).log()
-    expected = (s.exp() * (s - m) + t.exp() * (t - m)).sum(-1) / 2
-    expected = expected.mean() if mask is None else expected[mask].mean()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, -200])
 def test_narrow_targets_take_any_ignore_index(kind, ignore_index):
     """-100 in uint8 would be the id 156, where a mask or a shift sets it."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    hidden, weight = (
-        torch.randn(shape, generator=generator, device=DEVICE) for shape in ((2, T, H), (200, H))
-    )
-    targets = torch.randint(100, (2, T), generator=generator, device=DEVICE)
+    hidden, weight, targets, _ = operands((2, T), H, 200, torch.float32)
+    targets = targets % 100
     mask = targets % 3 > 0
-    loss = CrossEntropyLoss(ignore_index=ignore_index)
+
+    def one_head(targets, **options):
+        return CrossEntropyLoss(ignore_index=ignore_index)(hidden, weight, targets, **options).loss.item()
+
+    def two_heads(targets, **options):
+        loss = MultiTokenLoss(ignore_index=ignore_index)
+        return loss([hidden] * 2, weight, targets, **options).loss.item()
+
     for options in ({"mask": mask}, {"shift": True}, {"mask": mask, "shift": True}):
-        expected = loss(hidden, weight, targets, **options).loss.item()
-        assert loss(hidden, weight, targets.to(kind), **options).loss.item() == expected
-    several = MultiTokenLoss(ignore_index=ignore_index)
-    expected = several([hidden] * 2, weight, targets, mask=mask).loss.item()
-    assert several([hidden] * 2, weight, targets.to(kind), mask=mask).loss.item() == expected
+        assert one_head(targets.to(kind), **options) == one_head(targets, **options)
+    assert two_heads(targets.to(kind), mask=mask) == two_heads(targets, mask=mask)

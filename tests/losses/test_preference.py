@@ -167,11 +167,9 @@ def test_huge_log_ratios_are_finite(name, gap):
     kind, options = VARIANTS[name]
     hidden, weight = torch.randn(2, 5, 8, device=DEVICE), torch.randn(30, 8, device=DEVICE)
     inputs = {"ref_logps": torch.tensor([gap, -gap], device=DEVICE)} if kind is DPOLoss else {}
-    options = options | ({"beta": 5.0} if kind is DPOLoss else {"alpha": gap})
+    loss = kind(**options | ({"beta": 5.0} if kind is DPOLoss else {"alpha": gap}))
     targets = torch.randint(0, 30, (2, 5), device=DEVICE)
-    ours = run(
-        lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **inputs), hidden, weight, targets
-    )
+    ours = run(lambda h, w, t, *, bias: loss(h, w, t, bias=bias, **inputs), hidden, weight, targets)
     assert all(x.isfinite().all() for x in (ours.value, *ours.grads.values()))
 
 
@@ -227,99 +225,84 @@ def test_an_impossible_token_stays_on_its_side():
 # -- bad input
 
 
-def call(loss, B=4, **inputs):
-    return loss(torch.zeros(B, 3, 4), torch.zeros(7, 4), torch.zeros(B, 3, dtype=torch.int64), **inputs)
+def zeros(*shape: int, dtype=torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
-REF = {"ref_logps": torch.zeros(4, device=DEVICE)}
-BAD = {
-    "odd": (lambda: call(SimPOLoss(), 3), "hidden: expected a multiple of 2"),
-    "no reference": (lambda: call(DPOLoss()), "ref_logps: expected one of"),
-    "both references": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4), **REF),
-        "ref_logps: expected one of",
-    ),
-    "needless reference": (
-        lambda: call(DPOLoss(reference_free=True), **REF),
-        "ref_logps: expected no reference",
-    ),
-    "no reference head": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4)),
-        "ref_weight: expected the reference's head",
-    ),
+REF, LABELS = {"ref_logps": zeros(4)}, {"labels": zeros(4, dtype=torch.bool)}
+REF_HIDDEN, REF_HEAD = {"ref_hidden": zeros(4, 3, 4)}, {"ref_weight": zeros(7, 4)}
+# A loss and its inputs.
+BAD_CALLS = {
+    "odd": (SimPOLoss, {"B": 3}, "hidden: expected a multiple of 2"),
+    "no reference": (DPOLoss, {}, "ref_logps: expected one of"),
+    "both references": (DPOLoss, REF_HIDDEN | REF, "ref_logps: expected one of"),
+    "no reference head": (DPOLoss, REF_HIDDEN, "ref_weight: expected the reference's head"),
     "reference head": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 5), ref_weight=torch.zeros(7, 4)),
-        r"ref_weight: expected shape \(7, 5\)",
+        DPOLoss,
+        REF_HEAD | {"ref_hidden": zeros(4, 3, 5)},
+        r"ref_weight: expected .*\(7, 5",
     ),
-    "reference tokens": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 2, 4), ref_weight=torch.zeros(7, 4)),
-        "ref_hidden: expected shape",
-    ),
-    "reference bias": (
-        lambda: call(
-            DPOLoss(), ref_hidden=torch.zeros(4, 3, 4), ref_weight=torch.zeros(7, 4), ref_bias=torch.zeros(3)
-        ),
-        "ref_bias: expected",
-    ),
-    "loss type": (lambda: DPOLoss(loss_type="dpo"), "loss_type: expected one of .*'sigmoid'.*'sft'"),
-    "no loss type": (lambda: DPOLoss(loss_type=()), "loss_type: expected at least one"),
-    "loss weights": (
-        lambda: DPOLoss(loss_type=("ipo", "sft"), loss_weights=(1.0,)),
-        "loss_weights: expected 2 numbers",
-    ),
-    "exo": (lambda: DPOLoss(loss_type="exo_pair"), "label_smoothing: expected .* for exo_pair"),
-    "robust": (
-        lambda: DPOLoss(loss_type="robust", label_smoothing=0.5),
-        "label_smoothing: expected less than 0.5",
-    ),
-    "smoothing": (lambda: DPOLoss(label_smoothing=1.1), "label_smoothing: expected a number in"),
-    "divergence": (lambda: DPOLoss(f_divergence_type="kl"), "f_divergence_type: expected one of"),
-    "divergence of a rating": (
-        lambda: DPOLoss(f_divergence_type="forward_kl", loss_type="nca_pair"),
-        "f_divergence_type: expected 'reverse_kl' for",
-    ),
-    "weighted sort": (lambda: DPOLoss(use_weighting=True, loss_type="aot"), "use_weighting: expected False"),
-    "beta": (lambda: DPOLoss(beta=0.0), "beta: expected a positive"),
-    "ld_alpha": (lambda: DPOLoss(ld_alpha=1.5), "ld_alpha: expected"),
-    "tau": (lambda: DPOLoss(discopop_tau=0.0), "discopop_tau: expected"),
-    "cpo type": (lambda: CPOLoss(loss_type="dpo"), "loss_type: expected one of .*'simpo'"),
-    "kto type": (lambda: KTOLoss(loss_type="dpo"), "loss_type: expected one of 'kto'"),
-    "labels": (
-        lambda: call(KTOLoss(), labels=torch.zeros(3, dtype=torch.bool), kl=0.0, **REF),
-        r"labels: expected shape \(4,\)",
-    ),
-    "no kl": (
-        lambda: call(KTOLoss(), labels=torch.zeros(4, dtype=torch.bool), **REF),
-        "kl: expected a number",
-    ),
-    "kl parts": (
-        lambda: call(KTOLoss(), labels=torch.zeros(4, dtype=torch.bool), kl={"kl_hidden": None}, **REF),
-        "kl: expected kl_hidden, kl_targets",
-    ),
-    "nll targets": (
-        lambda: call(ORPOLoss(), nll_targets=torch.zeros(4, 2)),
-        "nll_targets: expected targets' shape",
-    ),
-    "positions": (
-        lambda: ORPOLoss(logits_over="position", softcap=3.0),
-        "logits_over: expected 'completion' with a softcap",
-    ),
-    "flat": (
-        lambda: SimPOLoss()(torch.zeros(6, 4), torch.zeros(7, 4), torch.zeros(6, dtype=torch.int64)),
-        r"hidden: expected shape \(B, T",
-    ),
+    "reference tokens": (DPOLoss, REF_HEAD | {"ref_hidden": zeros(4, 2, 4)}, "ref_hidden: expected shape"),
+    "reference bias": (DPOLoss, REF_HIDDEN | REF_HEAD | {"ref_bias": zeros(3)}, "ref_bias: expected"),
+    "labels": (KTOLoss, REF | {"labels": LABELS["labels"][:3], "kl": 0.0}, r"labels: expected shape \(4,\)"),
+    "no kl": (KTOLoss, REF | LABELS, "kl: expected a number"),
+    "kl parts": (KTOLoss, REF | LABELS | {"kl": {"kl_hidden": None}}, "kl: expected kl_hidden, kl_targets"),
+    "nll targets": (ORPOLoss, {"nll_targets": zeros(4, 2)}, "nll_targets: expected targets' shape"),
+    "flat": (SimPOLoss, {"hidden": zeros(6, 4)}, r"hidden: expected shape \(B, T"),
     "padded and packed": (
-        lambda: call(SimPOLoss(), cu_seqlens=torch.tensor([0, 2, 4])),
+        SimPOLoss,
+        {"cu_seqlens": torch.tensor([0, 2, 4], device=DEVICE)},
         r"hidden: expected shape \(N, H\) with cu_seqlens",
     ),
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what):
-    attempt, message = BAD[what]
+@pytest.mark.parametrize(("kind", "inputs", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_calls_that_are_refused(kind, inputs, message):
+    inputs = dict(inputs)
+    hidden = inputs.pop("hidden", zeros(inputs.pop("B", 4), 3, 4))
     with pytest.raises(ValueError, match=message):
-        attempt()
+        kind()(hidden, zeros(7, 4), zeros(*hidden.shape[:-1], dtype=torch.int64), **inputs)
+
+
+def test_a_needless_reference_is_refused():
+    operands = zeros(4, 3, 4), zeros(7, 4), zeros(4, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="ref_logps: expected no reference"):
+        DPOLoss(reference_free=True)(*operands, **REF)
+
+
+# A loss and its options.
+BAD_OPTIONS = [
+    (DPOLoss, {"loss_type": "dpo"}, "loss_type: expected one of .*'sigmoid'.*'sft'"),
+    (DPOLoss, {"loss_type": ()}, "loss_type: expected at least one"),
+    (DPOLoss, {"loss_type": ("ipo", "sft"), "loss_weights": (1.0,)}, "loss_weights: expected 2 numbers"),
+    (DPOLoss, {"loss_type": "exo_pair"}, "label_smoothing: expected .* for exo_pair"),
+    (DPOLoss, {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing: expected less than 0.5"),
+    (DPOLoss, {"label_smoothing": 1.1}, "label_smoothing: expected a number in"),
+    (DPOLoss, {"f_divergence_type": "kl"}, "f_divergence_type: expected one of"),
+    (
+        DPOLoss,
+        {"f_divergence_type": "forward_kl", "loss_type": "nca_pair"},
+        "f_divergence_type: expected 'reverse_kl' for",
+    ),
+    (DPOLoss, {"use_weighting": True, "loss_type": "aot"}, "use_weighting: expected False"),
+    (DPOLoss, {"beta": 0.0}, "beta: expected a positive"),
+    (DPOLoss, {"ld_alpha": 1.5}, "ld_alpha: expected"),
+    (DPOLoss, {"discopop_tau": 0.0}, "discopop_tau: expected"),
+    (CPOLoss, {"loss_type": "dpo"}, "loss_type: expected one of .*'simpo'"),
+    (KTOLoss, {"loss_type": "dpo"}, "loss_type: expected one of 'kto'"),
+    (
+        ORPOLoss,
+        {"logits_over": "position", "softcap": 3.0},
+        "logits_over: expected 'completion' with a softcap",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), BAD_OPTIONS)
+def test_options_that_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
 
 
 def test_a_budget_below_a_pair_warns_how_much_would_do():

@@ -13,7 +13,7 @@ from logitless.losses import teachers
 from tests import reference
 from tests.cases import covering_array, one_row_warning
 from tests.ranks import in_processes, random
-from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, eager_calls, run
+from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, eager_calls, host_reads, run
 
 N, H, H_TEACHER = 13, 6, 5
 TEACHERS = ("same", "larger", "smaller", "given", "given, few of many", "given, with gaps", "given, all")
@@ -208,36 +208,14 @@ def test_gathered_gradients_are_the_same_in_every_run():
     assert torch.equal(*found) and not found[0][3:].any() and found[0][:3].any()
 
 
-def test_gathered_values_of_a_frozen_head():
-    h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4)
-    teacher = {"teacher_logprobs_topk": given(9, 3, 900)}
-    options = {"support": "teacher", "topk_mode": "renormalize"}
-    out = DistillationLoss(**options, reduction="none")(h, w, **teacher)
-    assert "gathered: 3 columns" in out.plan.describe()
-    whole = DistillationLoss(**options, reduction="sum")(h, w, **teacher)
-    found, truth = (torch.autograd.grad(x, h)[0] for x in (out.loss.sum(), whole.loss))
-    torch.testing.assert_close(out.loss.sum(), whole.loss)
-    torch.testing.assert_close(found, truth)
-
-
-def test_the_given_ids_are_read_in_the_calls_one_sync(monkeypatch):
+def test_the_given_ids_are_read_in_the_calls_one_sync():
     """Wrong ids and log-probabilities are counted on the device; nobody else asks for a number."""
     h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4, requires_grad=True)
-    teacher, reads = {"teacher_logprobs_topk": given(9, 3, 900)}, []
-    for name in ("tolist", "item", "__bool__", "nonzero"):
-        method = getattr(torch.Tensor, name)
-
-        def noted(*x, name=name, method=method):
-            reads.append(name)
-            # Or the mode of a default device would come back here.
-            with torch._C.DisableTorchFunction():
-                return method(*x)
-
-        monkeypatch.setattr(torch.Tensor, name, noted)
     for mode in ("tail", "renormalize"):
-        reads.clear()
-        DistillationLoss(support="teacher", topk_mode=mode)(h, w, **teacher).loss.backward()
-        assert reads == ["tolist"]
+        loss = DistillationLoss(support="teacher", topk_mode=mode)
+        with host_reads() as reads:
+            loss(h, w, teacher_logprobs_topk=given(9, 3, 900)).loss.backward()
+        assert len(reads) == 1, "\n\n".join(reads)
 
 
 def test_inside_a_compiled_graph():
@@ -295,6 +273,9 @@ def call(loss=None, V=7, V_teacher=7, **arguments):
     return (loss or DistillationLoss(support="teacher", k=2))(hidden, weight, **arguments)
 
 
+SEVENS = torch.full((4, 3), 7, device=DEVICE)
+
+
 def topk(values=None, ids=None, *, support="teacher", k=None, **options):
     values = torch.full((4, 3), -2.0) if values is None else values
     ids = torch.arange(3).expand(4, 3) if ids is None else ids
@@ -302,69 +283,71 @@ def topk(values=None, ids=None, *, support="teacher", k=None, **options):
     return call(loss, teacher_logprobs_topk=(values, ids))
 
 
+def few(**options):
+    return call(DistillationLoss(**{"support": "teacher", "k": 2} | options))
+
+
 BAD = {
-    "support": (lambda: DistillationLoss(support="both"), ValueError, "support: expected one of"),
-    "tuple": (lambda: DistillationLoss(support=("teacher",)), ValueError, "support: expected one of"),
-    "k alone": (lambda: DistillationLoss(k=3), ValueError, "k: expected None without support"),
-    "k of 0": (lambda: DistillationLoss(support="teacher", k=0), ValueError, "k: expected at least 1"),
-    "k a float": (lambda: DistillationLoss(support="teacher", k=2.5), TypeError, "k: expected a whole"),
-    "cosine": (
-        lambda: DistillationLoss(support="teacher", k=2, divergence="cosine"),
-        ValueError,
-        "divergence: expected one of",
-    ),
-    "no k": (lambda: call(DistillationLoss(support="teacher")), ValueError, "k: expected how many ids"),
-    "k above V": (
-        lambda: call(DistillationLoss(support="teacher", k=8)),
-        ValueError,
-        "k: expected at most the 7 ids",
-    ),
-    "k beside given": (lambda: topk(k=3), ValueError, "k: expected None with teacher_logprobs_topk"),
+    "support": (lambda: few(support="both"), "ValueError: support: expected one of"),
+    "tuple": (lambda: few(support=("teacher",)), "ValueError: support: expected one of"),
+    "k alone": (lambda: few(support=None), "ValueError: k: expected None without support"),
+    "k of 0": (lambda: few(k=0), "ValueError: k: expected at least 1"),
+    "k a float": (lambda: few(k=2.5), "TypeError: k: expected a whole"),
+    "cosine": (lambda: few(divergence="cosine"), "ValueError: divergence: expected one of"),
+    "no k": (lambda: few(k=None), "ValueError: k: expected how many ids"),
+    "k above V": (lambda: few(k=8), "ValueError: k: expected at most the 7 ids"),
+    "shared": (lambda: few(shared_vocabulary=8), "ValueError: shared_vocabulary: expected at most 7"),
+    "k beside given": (lambda: topk(k=3), "ValueError: k: expected None with teacher_logprobs_topk"),
     "student's ids": (
         lambda: topk(support="student"),
-        ValueError,
-        "support: expected 'teacher' where the teacher's logits are not given",
+        "ValueError: support: expected 'teacher' where the teacher's logits are not given",
     ),
-    "union": (lambda: topk(support="union"), ValueError, "pass teacher_hidden and teacher_weight"),
-    "ids outside": (lambda: topk(ids=torch.full((4, 3), 7)), ValueError, r"ids in \[0, 7\)"),
-    "negative ids": (lambda: topk(ids=torch.full((4, 3), -1)), ValueError, r"ids in \[0, 7\)"),
-    "float ids": (lambda: topk(ids=torch.zeros(4, 3)), TypeError, "teacher_logprobs_topk: .*integer ids"),
-    "logits": (lambda: topk(torch.ones(4, 3)), ValueError, "log-probabilities of at most 0"),
-    "NaN": (lambda: topk(torch.full((4, 3), torch.nan)), ValueError, "log-probabilities of at most 0"),
-    "shapes": (lambda: topk(torch.zeros(4, 2)), ValueError, "teacher_logprobs_topk: expected two tensors"),
+    "union": (lambda: topk(support="union"), "ValueError: .*pass teacher_hidden and teacher_weight"),
+    "ids outside": (lambda: topk(ids=SEVENS), r"ValueError: .*ids in \[0, 7\)"),
+    "negative ids": (lambda: topk(ids=SEVENS - 8), r"ValueError: .*ids in \[0, 7\)"),
+    "float ids": (lambda: topk(ids=torch.zeros(4, 3)), "TypeError: teacher_logprobs_topk: .*integer ids"),
+    "logits": (lambda: topk(torch.ones(4, 3)), "ValueError: .*log-probabilities of at most 0"),
+    "NaN": (lambda: topk(torch.full((4, 3), torch.nan)), "ValueError: .*log-probabilities of at most 0"),
+    "shapes": (lambda: topk(torch.zeros(4, 2)), "ValueError: teacher_logprobs_topk: expected two tensors"),
     "not shared": (
-        lambda: topk(ids=torch.full((4, 3), 5), shared_vocabulary=5),
-        ValueError,
-        r"ids in \[0, 5\) and below shared_vocabulary=5",
+        lambda: topk(ids=SEVENS - 2, shared_vocabulary=5),
+        r"ValueError: .*ids in \[0, 5\) and below shared_vocabulary=5",
     ),
     "outside a larger shared vocabulary": (
-        lambda: topk(ids=torch.full((4, 3), 7), shared_vocabulary=40),
-        ValueError,
-        r"ids in \[0, 7\) and below shared_vocabulary=40",
-    ),
-    "shared": (
-        lambda: call(DistillationLoss(support="teacher", k=2, shared_vocabulary=8)),
-        ValueError,
-        "shared_vocabulary: expected at most 7",
+        lambda: topk(ids=SEVENS, shared_vocabulary=40),
+        r"ValueError: .*ids in \[0, 7\) and below shared_vocabulary=40",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
-    attempt, error, message = BAD[name]
-    with pytest.raises(error, match=message):
+    attempt, message = BAD[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
         attempt()
+    assert re.match(message, f"{caught.typename}: {caught.value}")
 
 
 @pytest.mark.parametrize("support", [None, "teacher"])
 def test_wrong_ids_in_a_compiled_graph_and_without_a_sync(support):
-    ids = torch.full((4, 3), 7)
+    ids = SEVENS
     with torch.compiler.set_stance("default"), pytest.raises(ValueError, match=r"ids in \[0, 7\)"):
         torch.compile(lambda: topk(ids=ids, support=support), backend="aot_eager")()
     if DEVICE.type == "cpu":  # on a GPU the assertion ends the process
         with pytest.raises(RuntimeError, match=r"teacher_logprobs_topk: expected ids in \[0, 7\)"):
             topk(ids=ids, support=support, compact=False)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_count_of_tokens_hides_no_wrong_id(compact):
+    if DEVICE.type == "cpu" or compact:
+        loss, teacher = (
+            DistillationLoss(support="teacher", compact=compact),
+            (torch.full((4, 3), -2.0), SEVENS),
+        )
+        message = r"teacher_logprobs_topk: expected ids in \[0, 7\)"
+        with pytest.raises(ValueError if compact else RuntimeError, match=message):
+            call(loss, teacher_logprobs_topk=teacher, num_items=torch.tensor(4))
 
 
 @pytest.mark.parametrize("options", [{"support": None}, {"support": "teacher"}, {"topk_mode": "renormalize"}])
@@ -379,19 +362,6 @@ def test_what_stands_at_masked_tokens_is_not_looked_at(options, compact):
         value = loss(h, w, mask=mask, teacher_logprobs_topk=known).loss
         found.append((value.detach(), *torch.autograd.grad(value, (h, w))))
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("compact", [True, False])
-def test_a_count_of_tokens_hides_no_wrong_id(compact):
-    if DEVICE.type == "cpu" or compact:
-        values, ids = given(4, 3, 30)
-        error = ValueError if compact else RuntimeError
-        with pytest.raises(error, match=r"teacher_logprobs_topk: expected ids in \[0, 7\)"):
-            call(
-                DistillationLoss(support="teacher", compact=compact),
-                teacher_logprobs_topk=(values, ids.clamp(min=7)),
-                num_items=torch.tensor(4),
-            )
 
 
 @pytest.mark.parametrize("options", [{}, {"support": "teacher", "k": 2}], ids=["whole", "support"])
@@ -490,39 +460,31 @@ def test_two_processes_equal_one():
     assert all(re.search(rf"ids in \[0, {V}\)", error) for _, error in ranks)
 
 
+def peaked(scale: float, **options):
+    """The loss in fp32, and its definition in fp64, of a student with logits of about 20."""
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    hidden, weight = (torch.randn(n, H, generator=generator) * 3 for n in (N, 23))
+    teacher = {"teacher_hidden": torch.randn(N, H, generator=generator) * scale, "teacher_weight": weight}
+    loss = DistillationLoss(k=3, **options)(hidden, weight, **teacher).loss
+    hidden, weight = hidden.double(), weight.double()
+    teacher = {name: x.double() for name, x in teacher.items()}
+    truth, _ = reference.distillation(hidden, weight, **teacher, k=3, **options)
+    return loss.item(), truth.item(), hidden @ weight.T
+
+
 @pytest.mark.parametrize("support", ["student", "teacher", "union"])
 def test_best_ids_where_a_softcap_saturates(support):
     """Products far above the cap are one number in fp32 once capped; the best of them are known."""
-    generator = torch.Generator(DEVICE).manual_seed(2)
-    hidden, weight = (torch.randn(n, H, generator=generator) * 3 for n in (N, 23))
-    taught = torch.randn(N, H, generator=generator) * 3
-    options = {"support": support, "k": 3, "softcap": 2.5, "teacher_softcap": 2.5}
-    loss = DistillationLoss(**options)(hidden, weight, teacher_hidden=taught, teacher_weight=weight).loss
-    capped, exact = (
-        (x @ w.T / 2.5).tanh() for x, w in ((hidden, weight), (hidden.double(), weight.double()))
-    )
-    assert (capped.sort(descending=True).values.diff()[:, 2] == 0).sum() >= 2
-    assert not (exact.sort(descending=True).values.diff()[:, 2] == 0).any()
-    truth, _ = reference.distillation(
-        hidden.double(),
-        weight.double(),
-        teacher_hidden=taught.double(),
-        teacher_weight=weight.double(),
-        **options,
-    )
-    assert loss.item() == pytest.approx(truth.item(), rel=1e-4)
+    loss, truth, products = peaked(3, support=support, softcap=2.5, teacher_softcap=2.5)
+    capped, exact = ((x / 2.5).tanh().sort(descending=True).values for x in (products.float(), products))
+    assert (capped.diff()[:, 2] == 0).sum() >= 2 and not (exact.diff()[:, 2] == 0).any()
+    assert loss == pytest.approx(truth, rel=1e-4)
 
 
 @pytest.mark.parametrize("support", ["student", "union"])
 def test_a_tail_far_below_fp32s_eps(support):
     """The probability of other ids is their sum, not 1 less that of the best: a forward KL takes its log."""
-    generator = torch.Generator(DEVICE).manual_seed(2)
-    hidden, weight = (torch.randn(n, H, generator=generator) * 3 for n in (N, 23))
-    taught = torch.randn(N, H, generator=generator) / 3
-    options = {"support": support, "k": 3, "divergence": "forward_kl"}
-    loss = DistillationLoss(**options)(hidden, weight, teacher_hidden=taught, teacher_weight=weight).loss
-    p = (hidden.double() @ weight.double().T).softmax(-1).sort(descending=True).values
+    loss, truth, products = peaked(1 / 3, support=support, divergence="forward_kl")
+    p = products.softmax(-1).sort(descending=True).values
     assert (p[:, 3:].sum(-1) < 1e-8).sum() > 2
-    teacher = {"teacher_hidden": taught.double(), "teacher_weight": weight.double()}
-    truth, _ = reference.distillation(hidden.double(), weight.double(), **teacher, **options)
-    assert loss.item() == pytest.approx(truth.item(), rel=1e-5)
+    assert loss == pytest.approx(truth, rel=1e-5)

@@ -20,70 +20,54 @@ def two_tokens(targets=TARGETS, **options) -> list[float] | float:
     return reference.cross_entropy(HIDDEN, WEIGHT, targets, **options).tolist()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param({}, NLL, id="plain"),
-        # Half of the smoothing falls on each class: ((log 4/3) + log 4) / 2 for both tokens.
-        pytest.param({"label_smoothing": 1.0}, [(NLL[0] + NLL[1]) / 2] * 2, id="all_smoothing"),
-        pytest.param(
-            {"label_smoothing": 0.2},
-            [0.9 * NLL[0] + 0.1 * NLL[1], 0.9 * NLL[1] + 0.1 * NLL[0]],
-            id="smoothing",
-        ),
-        pytest.param({"z_loss": 0.1}, [NLL[0] + 0.1 * LSE**2, NLL[1] + 0.1 * LSE**2], id="z_loss"),
-        pytest.param(
-            {"label_smoothing": 1.0, "z_loss": 0.1},
-            [(NLL[0] + NLL[1]) / 2 + 0.1 * LSE**2] * 2,
-            id="smoothing_z_loss",
-        ),
-        pytest.param({"dft": True}, [0.75 * NLL[0], 0.25 * NLL[1]], id="dft"),
-        pytest.param(
-            {"class_weights": torch.tensor([1.0, 3.0])}, [3 * NLL[0], 3 * NLL[1]], id="class_weights"
-        ),
-        pytest.param({"token_weights": torch.tensor([2.0, 0.0])}, [2 * NLL[0], 0.0], id="token_weights"),
-        pytest.param(
-            {"token_weights": torch.tensor([5.0, 2.0]), "shift": True}, [2 * NLL[0], 0.0], id="shift"
-        ),
-        # Logits of half the size: odds of sqrt(3).
-        pytest.param({"temperature": 2.0}, [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)], id="temperature"),
-        pytest.param({"logit_scale": 0.5}, [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)], id="logit_scale"),
-        # The bias moves both logits of class 1 by log 3: odds of 9 and 1.
-        pytest.param(
-            {"bias": torch.tensor([0.0, LOG3], dtype=torch.float64)},
-            [math.log(10 / 9), math.log(2)],
-            id="bias",
-        ),
-    ],
-)
+HALF = [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)]
+CLASS_WEIGHTS = torch.tensor([1.0, 3.0])
+# Options, and the loss of each token.
+TOKENS = {
+    "plain": ({}, NLL),
+    "smoothed": ({"label_smoothing": 0.2}, [0.9 * NLL[0] + 0.1 * NLL[1], 0.9 * NLL[1] + 0.1 * NLL[0]]),
+    # Half of the smoothing falls on each class: ((log 4/3) + log 4) / 2 for both tokens.
+    "smoothed, z-loss": (
+        {"label_smoothing": 1.0, "z_loss": 0.1},
+        [(NLL[0] + NLL[1]) / 2 + 0.1 * LSE**2] * 2,
+    ),
+    "dft": ({"dft": True}, [0.75 * NLL[0], 0.25 * NLL[1]]),
+    "class_weights": ({"class_weights": CLASS_WEIGHTS}, [3 * NLL[0], 3 * NLL[1]]),
+    "token_weights": ({"token_weights": torch.tensor([2.0, 0.0])}, [2 * NLL[0], 0.0]),
+    "shift": ({"token_weights": torch.tensor([5.0, 2.0]), "shift": True}, [2 * NLL[0], 0.0]),
+    # Logits of half the size: odds of sqrt(3).
+    "temperature": ({"temperature": 2.0}, HALF),
+    "logit_scale": ({"logit_scale": 0.5}, HALF),
+    # The bias moves both logits of class 1 by log 3: odds of 9 and 1.
+    "bias": ({"bias": torch.tensor([0.0, LOG3], dtype=torch.float64)}, [math.log(10 / 9), math.log(2)]),
+    "softcap": (
+        {"softcap": 2.0},
+        [math.log1p(math.exp(sign * 2 * math.tanh(LOG3 / 2))) for sign in (-1, 1)],
+    ),
+}
+# Targets, options, and the loss of both tokens.
+REDUCED = {
+    "mean": ([1, 1], {}, (NLL[0] + NLL[1]) / 2),
+    "sum": ([1, 1], {"reduction": "sum"}, NLL[0] + NLL[1]),
+    "all ignored": ([-100, -100], {}, 0.0),
+    "no items": ([-100, -100], {"num_items": 0}, 0.0),
+    "num_items": ([1, -100], {"num_items": torch.tensor(4)}, NLL[0] / 4),
+    # Weights of the targets 1 and 3: (log 4/3) * 3 + log(4/3) * 1 over 4.
+    "class_weights": ([1, 0], {"class_weights": CLASS_WEIGHTS}, NLL[0]),
+    "token_weights": ([1, 1], {"token_weights": torch.tensor([2.0, 0.0])}, NLL[0]),
+    "shift": ([0, 1], {"shift": True}, NLL[0]),
+    "ignore_index": ([7, 1], {"ignore_index": 7}, NLL[1]),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), TOKENS.values(), ids=TOKENS)
 def test_two_tokens_by_hand(options, expected):
     assert two_tokens(reduction="none", **options) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("targets", "options", "expected"),
-    [
-        pytest.param([1, 1], {}, (NLL[0] + NLL[1]) / 2, id="mean"),
-        pytest.param([1, 1], {"reduction": "sum"}, NLL[0] + NLL[1], id="sum"),
-        pytest.param([1, -100], {}, NLL[0], id="one_ignored"),
-        pytest.param([-100, -100], {}, 0.0, id="all_ignored"),
-        pytest.param([-100, -100], {"num_items": 0}, 0.0, id="no_items"),
-        pytest.param([1, -100], {"num_items": 4}, NLL[0] / 4, id="num_items"),
-        pytest.param([1, -100], {"num_items": torch.tensor(4)}, NLL[0] / 4, id="num_items_tensor"),
-        # Weights of the targets 1 and 3: (log 4/3) * 3 + log(4/3) * 1 over 4.
-        pytest.param([1, 0], {"class_weights": torch.tensor([1.0, 3.0])}, NLL[0], id="class_weights"),
-        pytest.param([1, 1], {"token_weights": torch.tensor([2.0, 0.0])}, NLL[0], id="token_weights"),
-        pytest.param([0, 1], {"shift": True}, NLL[0], id="shift"),
-        pytest.param([7, 1], {"ignore_index": 7}, NLL[1], id="ignore_index"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "options", "expected"), REDUCED.values(), ids=REDUCED)
 def test_reductions_by_hand(targets, options, expected):
     assert two_tokens(torch.tensor(targets), **options) == pytest.approx(expected, rel=1e-12)
-
-
-def test_softcap_by_hand():
-    expected = math.log1p(math.exp(-2 * math.tanh(LOG3 / 2)))
-    assert two_tokens(reduction="none", softcap=2.0)[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_softcap_acts_on_scaled_logits_and_temperature_on_capped_ones():

@@ -15,6 +15,7 @@ HIDDEN = torch.ones(2, 2, 1, dtype=torch.float64)
 TARGETS = torch.tensor([[1, 0], [0, -100]])
 OLD = torch.full((2, 2), -math.log(2), dtype=torch.float64)
 ADVANTAGES = torch.tensor([1.0, -2.0])
+PER_TOKEN = torch.tensor([[1.0, -1.0], [2.0, 9.0]])
 RATIOS = (1.5, 0.5, 0.5)
 ENTROPY = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
 # exp(d) - d - 1 with a reference that gives 1/2 as well.
@@ -36,140 +37,84 @@ def by_hand(loss="grpo", *, hidden=HIDDEN, **options):
     return getattr(reference, loss)(hidden, WEIGHT, TARGETS, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        # Tokens: -1.2 (clipped), -0.5; 1.6 (clipped: -2 * 0.8).
-        pytest.param({"loss_type": "grpo"}, ((-1.2 - 0.5) / 2 + 1.6) / 2, id="grpo"),
-        pytest.param({"loss_type": "bnpo"}, (-1.2 - 0.5 + 1.6) / 3, id="bnpo"),
-        pytest.param({"loss_type": "dapo"}, (-1.2 - 0.5 + 1.6) / 3, id="dapo"),
-        pytest.param({}, (-1.2 - 0.5 + 1.6) / 3, id="dapo_is_the_default"),
-        pytest.param({"loss_type": "dr_grpo"}, (-1.2 - 0.5 + 1.6) / (2 * 8), id="dr_grpo"),
-        pytest.param({"loss_type": "luspo"}, (-1.2 - 0.5 + 1.6) / 2, id="luspo_of_tokens"),
-        pytest.param(
-            {"loss_type": "cispo", "epsilon_high": 1.1},
-            (-1.1 * LP[0] - 0.5 * LP[1] + 2 * 0.5 * LP[1]) / 3,
-            id="cispo",
-        ),
-        pytest.param(
-            {"loss_type": "sapo"},
-            (-4 * (sigmoid(0.5) + sigmoid(-0.5)) / 2 + 2 * 4 / 1.05 * sigmoid(1.05 * -0.5)) / 2,
-            id="sapo",
-        ),
-        pytest.param(
-            {"loss_type": "vespo"},
-            (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(0.5, 3, 2) * LP[1]) / 3,
-            id="vespo",
-        ),
-        # One ratio a sequence: the square root of 3/4, not clipped, and 1/2, clipped.
-        pytest.param(
-            {"loss_type": "grpo", "importance_sampling_level": "sequence"}, (-S + 1.6) / 2, id="grpo_sequence"
-        ),
-        pytest.param(
-            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
-            (-2 * S + 1.6) / 3,
-            id="dapo_sequence",
-        ),
-        pytest.param(
-            {"loss_type": "luspo", "importance_sampling_level": "sequence"}, (-2 * S + 1.6) / 2, id="luspo"
-        ),
-        pytest.param(
-            {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 0.7},
-            (-0.7 * (LP[0] + LP[1]) + 2 * 0.5 * LP[1]) / 3,
-            id="cispo_sequence",
-        ),
-        pytest.param(
-            {"loss_type": "sapo", "importance_sampling_level": "sequence"},
-            (-4 * sigmoid(S - 1) + 2 * 4 / 1.05 * sigmoid(1.05 * -0.5)) / 2,
-            id="sapo_sequence",
-        ),
-        pytest.param({"epsilon": 0.6}, (-1.5 - 0.5 + 1.0) / 3, id="epsilon"),
-        pytest.param({"epsilon_high": 0.3}, (-1.3 - 0.5 + 1.6) / 3, id="epsilon_high"),
-        # Only where the advantage is negative does the upper clip leave the ratio unbounded.
-        pytest.param({"advantages": torch.tensor([-1.0, -2.0])}, (1.5 + 0.8 + 1.6) / 3, id="no_delta"),
-        pytest.param(
-            {"advantages": torch.tensor([-1.0, -2.0]), "delta": 1.4}, (1.4 + 0.8 + 1.6) / 3, id="delta"
-        ),
-        pytest.param(
-            {"advantages": torch.tensor([[1.0, -1.0], [2.0, 9.0]])},
-            (-1.2 + 0.8 - 2 * 0.5) / 3,
-            id="token_advantages",
-        ),
-        pytest.param({"old_logps": None}, (-1 - 1 + 2) / 3, id="on_policy"),
-        pytest.param(
-            {"beta": 0.1, "ref_logps": OLD}, (-1.2 - 0.5 + 1.6 + 0.1 * (KL[0] + 2 * KL[1])) / 3, id="kl"
-        ),
-        pytest.param(
-            {"beta": 0.1, "ref_logps": OLD, "use_bias_correction_kl": True},
-            (-1.2 - 0.5 + 1.6 + 0.1 * (1.5 * KL[0] + 2 * 0.5 * KL[1])) / 3,
-            id="kl_corrected",
-        ),
-        pytest.param({"entropy_coef": 0.3}, (-1.2 - 0.5 + 1.6) / 3 - 0.3 * ENTROPY, id="entropy"),
-        pytest.param(
-            {"entropy_coef": 0.3, "loss_type": "luspo"},
-            (-1.2 - 0.5 + 1.6) / 2 - 0.3 * ENTROPY,
-            id="entropy_of_tokens",
-        ),
-        pytest.param(
-            {"importance_weights": torch.tensor([[0.5], [2.0]])},
-            (-0.6 - 0.25 + 3.2) / 3,
-            id="sequence_weights",
-        ),
-        pytest.param(
-            {"importance_weights": torch.tensor([[0.5, 2.0], [3.0, 9.0]])},
-            (-0.6 - 1 + 4.8) / 3,
-            id="token_weights",
-        ),
-        # Tokens' own correction enters w: 0.75 * 0.5 * 2 and 0.5 * 3.
-        pytest.param(
-            {"loss_type": "vespo", "importance_weights": torch.tensor([[0.5, 2.0], [3.0, 9.0]])},
-            (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(1.5, 3, 2) * LP[1]) / 3,
-            id="vespo_weights",
-        ),
-        # One correction for a whole sequence enters once.
-        pytest.param(
-            {"loss_type": "vespo", "importance_weights": torch.tensor([[0.5], [2.0]])},
-            (-phi(0.375, 2, 3) * (LP[0] + LP[1]) + 2 * phi(1.0, 3, 2) * LP[1]) / 3,
-            id="vespo_sequence_weights",
-        ),
-        # The second sequence is log 2 likelier under the old policy, and its advantage is negative.
-        pytest.param({"off_policy_mask_threshold": 0.69}, (-1.2 - 0.5) / 3, id="off_policy"),
-        pytest.param({"off_policy_mask_threshold": 0.70}, (-1.2 - 0.5 + 1.6) / 3, id="on_policy_enough"),
-        pytest.param(
-            {"off_policy_mask_threshold": 0.69, "beta": 0.1, "ref_logps": OLD},
-            (-1.2 - 0.5 + 0.1 * (KL[0] + 2 * KL[1])) / 3,
-            id="off_policy_keeps_kl",
-        ),
-        # Here it is the first, of mean -log(3/4) / 2 = 0.14.
-        pytest.param(
-            {"off_policy_mask_threshold": 0.15, "advantages": torch.tensor([-1.0, 2.0])},
-            (1.5 + 0.8 - 2 * 0.5) / 3,
-            id="mean_drift",
-        ),
-        pytest.param(
-            {"off_policy_mask_threshold": 0.14, "advantages": torch.tensor([-1.0, 2.0])},
-            -2 * 0.5 / 3,
-            id="mean_drift_over",
-        ),
-        pytest.param({"num_items": 10}, (-1.2 - 0.5 + 1.6) / 10, id="num_items"),
-        pytest.param(
-            {"num_items": torch.tensor(10), "loss_type": "bnpo"}, (-1.2 - 0.5 + 1.6) / 10, id="num_items_bnpo"
-        ),
-        pytest.param(
-            {"num_items": 10, "loss_type": "grpo"}, ((-1.2 - 0.5) / 2 + 1.6) / 10, id="num_items_grpo"
-        ),
-        pytest.param(
-            {"num_items": 10, "loss_type": "dr_grpo"}, (-1.2 - 0.5 + 1.6) / (10 * 8), id="num_items_dr_grpo"
-        ),
-        pytest.param({"num_items": 10, "loss_type": "luspo"}, (-1.2 - 0.5 + 1.6) / 10, id="num_items_luspo"),
-        pytest.param(
-            {"num_items": 10, "entropy_coef": 0.3},
-            (-1.2 - 0.5 + 1.6) / 10 - 0.3 * ENTROPY,
-            id="num_items_not_of_entropy",
-        ),
-        pytest.param({"mask": torch.tensor([[1, 0], [1, 1]])}, (-1.2 + 1.6) / 2, id="mask"),
-    ],
-)
+SEQUENCE = {"importance_sampling_level": "sequence"}
+KL_TO = {"beta": 0.1, "ref_logps": OLD}
+OF_TOKENS, OF_SEQUENCES = torch.tensor([[0.5, 2.0], [3.0, 9.0]]), torch.tensor([[0.5], [2.0]])
+# The terms of the tokens: -1.2 (clipped), -0.5; 1.6 (clipped: -2 * 0.8). Of the sequences: the square root of
+# 3/4, not clipped, and 1/2, clipped.
+SUM = -1.2 - 0.5 + 1.6
+GRPO = {
+    "the default": ({}, SUM / 3),
+    "grpo": ({"loss_type": "grpo"}, ((-1.2 - 0.5) / 2 + 1.6) / 2),
+    "bnpo": ({"loss_type": "bnpo"}, SUM / 3),
+    "dapo": ({"loss_type": "dapo"}, SUM / 3),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, SUM / (2 * 8)),
+    "luspo of tokens": ({"loss_type": "luspo"}, SUM / 2),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+        (-1.1 * LP[0] - 0.5 * LP[1] + 2 * 0.5 * LP[1]) / 3,
+    ),
+    "sapo": (
+        {"loss_type": "sapo"},
+        (-4 * (sigmoid(0.5) + sigmoid(-0.5)) / 2 + 2 * 4 / 1.05 * sigmoid(1.05 * -0.5)) / 2,
+    ),
+    "vespo": ({"loss_type": "vespo"}, (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(0.5, 3, 2) * LP[1]) / 3),
+    "grpo, sequence": (SEQUENCE | {"loss_type": "grpo"}, (-S + 1.6) / 2),
+    "dapo, sequence": (SEQUENCE | {"loss_type": "dapo"}, (-2 * S + 1.6) / 3),
+    "luspo, sequence": (SEQUENCE | {"loss_type": "luspo"}, (-2 * S + 1.6) / 2),
+    "cispo, sequence": (
+        SEQUENCE | {"loss_type": "cispo", "epsilon_high": 0.7},
+        (-0.7 * (LP[0] + LP[1]) + 2 * 0.5 * LP[1]) / 3,
+    ),
+    "sapo, sequence": (
+        SEQUENCE | {"loss_type": "sapo"},
+        (-4 * sigmoid(S - 1) + 2 * 4 / 1.05 * sigmoid(1.05 * -0.5)) / 2,
+    ),
+    "epsilon": ({"epsilon": 0.6}, (-1.5 - 0.5 + 1.0) / 3),
+    "epsilon_high": ({"epsilon_high": 0.3}, (-1.3 - 0.5 + 1.6) / 3),
+    # Only where the advantage is negative does the upper clip leave the ratio unbounded.
+    "no delta": ({"advantages": -ADVANTAGES.abs()}, (1.5 + 0.8 + 1.6) / 3),
+    "delta": ({"advantages": -ADVANTAGES.abs(), "delta": 1.4}, (1.4 + 0.8 + 1.6) / 3),
+    "advantages of tokens": ({"advantages": PER_TOKEN}, (-1.2 + 0.8 - 2 * 0.5) / 3),
+    "on policy": ({"old_logps": None}, (-1 - 1 + 2) / 3),
+    "kl": (KL_TO, (SUM + 0.1 * (KL[0] + 2 * KL[1])) / 3),
+    "kl, corrected": (
+        KL_TO | {"use_bias_correction_kl": True},
+        (SUM + 0.1 * (1.5 * KL[0] + 2 * 0.5 * KL[1])) / 3,
+    ),
+    "entropy of tokens": ({"entropy_coef": 0.3, "loss_type": "luspo"}, SUM / 2 - 0.3 * ENTROPY),
+    "weights of sequences": ({"importance_weights": OF_SEQUENCES}, (-0.6 - 0.25 + 3.2) / 3),
+    "weights of tokens": ({"importance_weights": OF_TOKENS}, (-0.6 - 1 + 4.8) / 3),
+    # Tokens' own correction enters w: 0.75 * 0.5 * 2 and 0.5 * 3. One for a whole sequence enters once.
+    "vespo, weights of tokens": (
+        {"loss_type": "vespo", "importance_weights": OF_TOKENS},
+        (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(1.5, 3, 2) * LP[1]) / 3,
+    ),
+    "vespo, weights of sequences": (
+        {"loss_type": "vespo", "importance_weights": OF_SEQUENCES},
+        (-phi(0.375, 2, 3) * (LP[0] + LP[1]) + 2 * phi(1.0, 3, 2) * LP[1]) / 3,
+    ),
+    # The second sequence is log 2 likelier under the old policy, and its advantage is negative.
+    "off policy": (
+        KL_TO | {"off_policy_mask_threshold": 0.69},
+        (-1.2 - 0.5 + 0.1 * (KL[0] + 2 * KL[1])) / 3,
+    ),
+    "on policy enough": ({"off_policy_mask_threshold": 0.70}, SUM / 3),
+    # Here it is the first, of mean -log(3/4) / 2 = 0.14.
+    "mean drift": (
+        {"off_policy_mask_threshold": 0.15, "advantages": -ADVANTAGES},
+        (1.5 + 0.8 - 2 * 0.5) / 3,
+    ),
+    "mean drift, over": ({"off_policy_mask_threshold": 0.14, "advantages": -ADVANTAGES}, -2 * 0.5 / 3),
+    "num_items": ({"num_items": torch.tensor(10)}, SUM / 10),
+    "num_items, grpo": ({"num_items": 10, "loss_type": "grpo"}, ((-1.2 - 0.5) / 2 + 1.6) / 10),
+    "num_items, dr_grpo": ({"num_items": 10, "loss_type": "dr_grpo"}, SUM / (10 * 8)),
+    "num_items, not of entropy": ({"num_items": 10, "entropy_coef": 0.3}, SUM / 10 - 0.3 * ENTROPY),
+    "mask": ({"mask": torch.tensor([[1, 0], [1, 1]])}, (-1.2 + 1.6) / 2),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), GRPO.values(), ids=GRPO)
 def test_grpo_by_hand(options, expected):
     loss, _, logps = by_hand(**options)
     assert loss.item() == pytest.approx(expected, rel=1e-6)  # fp32 advantages and weights
@@ -196,49 +141,39 @@ def test_high_entropy_leaves_the_kl():
     assert loss.item() == pytest.approx((-1.0 + 0.1 * (KL[1] + 5 - math.log(5) - 1)) / 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param(
-            {},
-            {"clip_ratio/low_mean": 1 / 3, "clip_ratio/high_mean": 1 / 3, "clip_ratio/region_mean": 2 / 3},
-            id="tokens",
-        ),
-        pytest.param(
-            {"importance_sampling_level": "sequence"},
-            {
-                "clip_ratio/low_mean": 1 / 2,
-                "clip_ratio/high_mean": 0,
-                "clip_ratio/region_mean": 1 / 2,
-                "importance_ratio": (2 * S + 0.5) / 3,
-            },
-            id="sequences",
-        ),
-        pytest.param(
-            {"importance_sampling_level": "sequence", "advantages": torch.tensor([[1.0, 1.0], [-2.0, 0.0]])},
-            {"clip_ratio/low_mean": 1 / 3, "importance_ratio": (2 * S + 0.5) / 3},
-            id="tokens_of_sequences",
-        ),
-        pytest.param({"loss_type": "cispo", "epsilon_high": 1.1}, {"cispo_clip_ratio": 1 / 3}, id="cispo"),
-        # Not where the advantage is negative, though the ratio is bounded there too.
-        pytest.param(
-            {"loss_type": "cispo", "epsilon_high": 1.1, "advantages": torch.tensor([-1.0, 2.0])},
-            {"cispo_clip_ratio": 0},
-            id="cispo_positive",
-        ),
-        pytest.param(
-            {"loss_type": "vespo"}, {"vespo/phi_seq_mean": (phi(0.75, 2, 3) + phi(0.5, 3, 2)) / 2}, id="vespo"
-        ),
-        pytest.param({"beta": 0.1, "ref_logps": OLD}, {"kl": (KL[0] + 2 * KL[1]) / 3}, id="kl"),
-        pytest.param(
-            {"beta": 0.1, "ref_logps": OLD, "use_bias_correction_kl": True},
-            {"kl": (1.5 * KL[0] + KL[1]) / 3},
-            id="kl_corrected",
-        ),
-        # The metrics look at the ratio that delta bounds, importance_ratio does not.
-        pytest.param({"delta": 1.1}, {"clip_ratio/high_mean": 0}, id="delta"),
-    ],
-)
+METRICS = {
+    "tokens": (
+        {},
+        {"clip_ratio/low_mean": 1 / 3, "clip_ratio/high_mean": 1 / 3, "clip_ratio/region_mean": 2 / 3},
+    ),
+    "sequences": (
+        SEQUENCE,
+        {
+            "clip_ratio/low_mean": 1 / 2,
+            "clip_ratio/high_mean": 0,
+            "clip_ratio/region_mean": 1 / 2,
+            "importance_ratio": (2 * S + 0.5) / 3,
+        },
+    ),
+    "tokens of sequences": (
+        SEQUENCE | {"advantages": torch.tensor([[1.0, 1.0], [-2.0, 0.0]])},
+        {"clip_ratio/low_mean": 1 / 3, "importance_ratio": (2 * S + 0.5) / 3},
+    ),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.1}, {"cispo_clip_ratio": 1 / 3}),
+    # Not where the advantage is negative, though the ratio is bounded there too.
+    "cispo, other side": (
+        {"loss_type": "cispo", "epsilon_high": 1.1, "advantages": -ADVANTAGES},
+        {"cispo_clip_ratio": 0},
+    ),
+    "vespo": ({"loss_type": "vespo"}, {"vespo/phi_seq_mean": (phi(0.75, 2, 3) + phi(0.5, 3, 2)) / 2}),
+    "kl": (KL_TO, {"kl": (KL[0] + 2 * KL[1]) / 3}),
+    "kl, corrected": (KL_TO | {"use_bias_correction_kl": True}, {"kl": (1.5 * KL[0] + KL[1]) / 3}),
+    # The metrics look at the ratio that delta bounds, importance_ratio does not.
+    "delta": ({"delta": 1.1}, {"clip_ratio/high_mean": 0}),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), METRICS.values(), ids=METRICS)
 def test_metrics_by_hand(options, expected):
     _, metrics, _ = by_hand(**options)
     expected = {"entropy": ENTROPY, "importance_ratio": sum(RATIOS) / 3, **expected}
@@ -246,29 +181,23 @@ def test_metrics_by_hand(options, expected):
     assert not any(x.requires_grad for x in metrics.values())
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        # Ratios of whole sequences: 1.5 * 0.5 and 0.5, both below 0.8; only the second is clipped.
-        pytest.param({}, (-0.75 + 1.6) / 2, id="plain"),
-        pytest.param({"old_logps": OLD.sum(1) / torch.tensor([1, 2])}, (-0.75 + 1.6) / 2, id="old_sums"),
-        pytest.param(
-            {"old_logps": torch.tensor([[-3.0], [-3.0]])}, (-1.2 + 2 * math.exp(LP[1] + 3)) / 2, id="high"
-        ),
-        pytest.param(
-            {"old_logps": torch.tensor([-3.0, 0.0]), "epsilon_high": 0.5}, (-1.5 + 1.6) / 2, id="epsilon_high"
-        ),
-        pytest.param({"epsilon": 0.6}, (-0.75 + 1.0) / 2, id="epsilon"),
-        pytest.param({"old_logps": None}, (-1 + 2) / 2, id="on_policy"),
-        pytest.param({"num_items": 5}, (-0.75 + 1.6) / 5, id="num_items"),
-        pytest.param({"reduction": "sum"}, -0.75 + 1.6, id="sum"),
-        pytest.param({"reduction": "none"}, [-0.75, 1.6], id="none"),
-    ],
-)
+# Ratios of whole sequences: 1.5 * 0.5 and 0.5, both below 0.8; only the second is clipped.
+RLOO = {
+    "plain": ({}, (-0.75 + 1.6) / 2),
+    "old sums": ({"old_logps": OLD.sum(1) / torch.tensor([1, 2])}, (-0.75 + 1.6) / 2),
+    "high": ({"old_logps": torch.tensor([[-3.0], [-3.0]])}, (-1.2 + 2 * math.exp(LP[1] + 3)) / 2),
+    "epsilon_high": ({"old_logps": torch.tensor([-3.0, 0.0]), "epsilon_high": 0.5}, (-1.5 + 1.6) / 2),
+    "epsilon": ({"epsilon": 0.6}, (-0.75 + 1.0) / 2),
+    "on policy": ({"old_logps": None}, (-1 + 2) / 2),
+    "num_items": ({"num_items": 5}, (-0.75 + 1.6) / 5),
+    "none": ({"reduction": "none"}, [-0.75, 1.6]),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), RLOO.values(), ids=RLOO)
 def test_rloo_by_hand(options, expected):
-    loss, metrics, _ = reference.rloo(
-        HIDDEN, WEIGHT, TARGETS, **{"advantages": ADVANTAGES, "old_logps": OLD, **options}
-    )
+    given = {"advantages": ADVANTAGES, "old_logps": OLD, **options}
+    loss, metrics, _ = reference.rloo(HIDDEN, WEIGHT, TARGETS, **given)
     assert loss.tolist() == pytest.approx(expected)
     if not options:
         assert {name: x.item() for name, x in metrics.items()} == pytest.approx(
@@ -283,10 +212,9 @@ def test_rloo_by_hand(options, expected):
 
 
 def test_ppo_and_reinforce_by_hand():
-    advantages = torch.tensor([[1.0, -1.0], [2.0, 9.0]])
-    loss, *_ = by_hand("ppo", advantages=advantages, epsilon=0.3)
+    loss, *_ = by_hand("ppo", advantages=PER_TOKEN, epsilon=0.3)
     assert loss.item() == pytest.approx((-1.3 + 0.7 - 2 * 0.5) / 3)
-    loss, metrics, _ = reference.reinforce(HIDDEN, WEIGHT, TARGETS, advantages=advantages)
+    loss, metrics, _ = reference.reinforce(HIDDEN, WEIGHT, TARGETS, advantages=PER_TOKEN)
     assert loss.item() == pytest.approx((-LP[0] + LP[1] - 2 * LP[1]) / 3)
     assert metrics["entropy"].item() == pytest.approx(ENTROPY)
 

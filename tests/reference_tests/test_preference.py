@@ -52,7 +52,7 @@ def values(result) -> tuple[float, dict[str, float]]:
 MARGIN = BETA * (C - R)
 BLEND = sigma(MARGIN / TAU)
 BY_HAND = {
-    "sigmoid": -logsigma(MARGIN),
+    "sigmoid": -(1 - EPS) * logsigma(MARGIN) - EPS * logsigma(-MARGIN),
     "hinge": 1 - MARGIN,
     "ipo": (C / 2 - R - 2) ** 2,
     "exo_pair": sigma(MARGIN) * math.log(sigma(MARGIN) / (1 - EPS))
@@ -73,30 +73,26 @@ BY_HAND = {
 
 @pytest.mark.parametrize("loss_type", BY_HAND)
 def test_dpo_by_hand(loss_type):
-    smoothing = 0.0 if loss_type == "sigmoid" else EPS
-    assert dpo(loss_type=loss_type, label_smoothing=smoothing, discopop_tau=TAU)[0] == approx(
-        BY_HAND[loss_type]
-    )
-
-
-def test_smoothed_sigmoid_by_hand():
-    assert dpo(label_smoothing=EPS)[0] == approx(-(1 - EPS) * logsigma(MARGIN) - EPS * logsigma(-MARGIN))
+    loss, _ = dpo(loss_type=loss_type, label_smoothing=EPS, discopop_tau=TAU)
+    assert loss == approx(BY_HAND[loss_type])
+    assert dpo()[0] == approx(-logsigma(MARGIN))
 
 
 def test_hinge_is_zero_beyond_the_margin():
     assert dpo(loss_type="hinge", ref_logps=torch.tensor([-9.0, 0.0], dtype=torch.float64))[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("divergence", "coefficient", "chosen", "rejected"),
-    [
-        pytest.param("forward_kl", 0.5, 1 - 4 / 3, 1 - 4 / 7, id="forward_kl"),
-        pytest.param("js_divergence", 0.5, math.log(6 / 7), math.log(14 / 11), id="js"),
-        pytest.param("alpha_divergence", 0.5, 2 - 2 * (4 / 3) ** 0.5, 2 - 2 * (4 / 7) ** 0.5, id="alpha"),
-        pytest.param("alpha_divergence", 2.0, -1 / 4, 3 / 4, id="alpha_2"),
-        pytest.param("alpha_divergence", 1.0, C, R, id="alpha_1"),
-    ],
-)
+# A divergence, its coefficient, and what it makes of the chosen and of the rejected log-ratio.
+DIVERGENCES = [
+    ("forward_kl", 0.5, 1 - 4 / 3, 1 - 4 / 7),
+    ("js_divergence", 0.5, math.log(6 / 7), math.log(14 / 11)),
+    ("alpha_divergence", 0.5, 2 - 2 * (4 / 3) ** 0.5, 2 - 2 * (4 / 7) ** 0.5),
+    ("alpha_divergence", 2.0, -1 / 4, 3 / 4),
+    ("alpha_divergence", 1.0, C, R),
+]
+
+
+@pytest.mark.parametrize(("divergence", "coefficient", "chosen", "rejected"), DIVERGENCES)
 def test_f_divergences_by_hand(divergence, coefficient, chosen, rejected):
     options = {"f_divergence_type": divergence, "f_alpha_divergence_coef": coefficient}
     loss, metrics = dpo(**options)
@@ -147,18 +143,15 @@ def test_dpo_metrics_by_hand():
     )
 
 
-def test_accuracy_counts_wins_and_no_ties():
-    # The chosen log-ratio is the larger, the equal and the smaller one.
+def test_accuracies_by_hand():
+    # The chosen log-ratio is the larger, the equal and the smaller one: one win.
     hidden, targets = torch.zeros(6, 1, 1, dtype=torch.float64), torch.ones(6, 1, dtype=torch.int64)
     ref = torch.tensor([-2.0, -1.0, -1.0, -1.0, -1.0, -2.0])
-    assert values(reference.dpo(hidden, WEIGHT, targets, ref_logps=ref))[1]["rewards/accuracies"] == approx(
-        1 / 3
-    )
-
-
-def test_of_equal_logits_the_first_is_the_top():
+    _, metrics = values(reference.dpo(hidden, WEIGHT, targets, ref_logps=ref))
+    assert metrics["rewards/accuracies"] == approx(1 / 3)
+    # Of equal logits the first is the top.
     targets = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
-    metrics = values(reference.simpo(torch.zeros(2, 4, 1), WEIGHT.float(), targets))[1]
+    _, metrics = values(reference.simpo(torch.zeros(2, 4, 1), WEIGHT.float(), targets))
     assert metrics["mean_token_accuracy"] == 0.75
 
 
@@ -183,45 +176,37 @@ def two_pairs(loss="dpo", **options) -> float:
     return values(getattr(reference, loss)(*TWO_PAIRS, beta=BETA, **given, **options))[0]
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "odds"),
-    [
-        # Chosen over rejected: 3 and 1/7, under the reference 1 and 2.
-        pytest.param("sigmoid", (3 / 1, (1 / 7) / 2), id="paired"),
-        pytest.param("aot", ((1 / 7) / 1, 3 / 2), id="aot"),
-        # Policy over reference: 3/2 and 1/8 for the chosen ones, 1/2 and 7/4 for the rejected ones.
-        pytest.param("aot_unpaired", ((1 / 8) / (1 / 2), (3 / 2) / (7 / 4)), id="aot_unpaired"),
-    ],
-)
-def test_what_aot_compares_by_hand(loss_type, odds):
-    assert two_pairs(loss_type=loss_type) == approx(
-        -sum(logsigma(BETA * math.log(ratio)) for ratio in odds) / 2
-    )
+# Chosen over rejected: 3 and 1/7, under the reference 1 and 2. Policy over reference: 3/2 and 1/8 for the
+# chosen ones, 1/2 and 7/4 for the rejected ones.
+ODDS = {
+    "sigmoid": (3 / 1, (1 / 7) / 2),
+    "aot": ((1 / 7) / 1, 3 / 2),
+    "aot_unpaired": ((1 / 8) / (1 / 2), (3 / 2) / (7 / 4)),
+}
 
 
-SIGMOIDS = [-logsigma(BETA * math.log(3)), -logsigma(BETA * math.log(1 / 14))]
-SFT = [math.log(4 / 3), math.log(8)]
+@pytest.mark.parametrize("loss_type", ODDS)
+def test_what_aot_compares_by_hand(loss_type):
+    expected = -sum(logsigma(BETA * math.log(ratio)) for ratio in ODDS[loss_type]) / 2
+    assert two_pairs(loss_type=loss_type) == approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param({}, sum(SIGMOIDS) / 2, id="mean"),
-        pytest.param({"reduction": "sum"}, sum(SIGMOIDS), id="sum"),
-        pytest.param({"num_items": 8}, sum(SIGMOIDS) / 8, id="num_items"),
-        pytest.param({"num_items": torch.tensor(8)}, sum(SIGMOIDS) / 8, id="num_items_tensor"),
-        pytest.param({"loss_type": "sft", "num_items": 8}, sum(SFT) / 8, id="sft_num_items"),
-        pytest.param({"loss_type": "sft", "reduction": "sum"}, sum(SFT), id="sft_sum"),
-        pytest.param(
-            {"loss_type": ["sigmoid", "sft"], "num_items": 8}, sum(SIGMOIDS) / 8 + sum(SFT) / 2, id="list"
-        ),
-        pytest.param(
-            {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.5, 3.0)},
-            0.5 * sum(SIGMOIDS) / 2 + 3 * sum(SFT) / 2,
-            id="weights",
-        ),
-    ],
-)
+SIGMOIDS = -logsigma(BETA * math.log(3)) - logsigma(BETA * math.log(1 / 14))
+SFT = math.log(4 / 3) + math.log(8)
+REDUCED = {
+    "sum": ({"reduction": "sum"}, SIGMOIDS),
+    "num_items": ({"num_items": torch.tensor(8)}, SIGMOIDS / 8),
+    "num_items of sft": ({"loss_type": "sft", "num_items": 8}, SFT / 8),
+    "sum of sft": ({"loss_type": "sft", "reduction": "sum"}, SFT),
+    "num_items of two types": ({"loss_type": ["sigmoid", "sft"], "num_items": 8}, SIGMOIDS / 8 + SFT / 2),
+    "weights": (
+        {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.5, 3.0)},
+        0.5 * SIGMOIDS / 2 + 3 * SFT / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), REDUCED.values(), ids=REDUCED)
 def test_reductions_of_dpo_by_hand(options, expected):
     assert two_pairs(**options) == approx(expected)
 
@@ -237,6 +222,8 @@ LOG_ODDS = math.log(MEAN_P / (1 - MEAN_P)) - LOG7
 def test_orpo_by_hand():
     loss, metrics = orpo()
     assert loss == approx(BY_HAND["sft"] - BETA * logsigma(LOG_ODDS))
+    assert orpo(num_items=5)[0] == approx(BY_HAND["sft"] - BETA * logsigma(LOG_ODDS) / 5)
+    assert orpo(reduction="sum")[0] == approx(2 * BY_HAND["sft"] - BETA * logsigma(LOG_ODDS))
     assert metrics == approx(
         dpo()[1]
         | {
@@ -251,17 +238,6 @@ def test_orpo_by_hand():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param({"num_items": 5}, BY_HAND["sft"] - BETA * logsigma(LOG_ODDS) / 5, id="num_items"),
-        pytest.param({"reduction": "sum"}, 2 * BY_HAND["sft"] - BETA * logsigma(LOG_ODDS), id="sum"),
-    ],
-)
-def test_reductions_of_orpo_by_hand(options, expected):
-    assert orpo(**options)[0] == approx(expected)
-
-
 def test_orpo_of_prompt_and_completion():
     """The odds are those of the completions, here of probability 1/4 and 7/8."""
     targets = torch.tensor([[IGNORED, 0], [1, IGNORED]])
@@ -271,13 +247,6 @@ def test_orpo_of_prompt_and_completion():
     assert metrics["nll_loss"] == approx(BY_HAND["sft"])
 
 
-def test_two_pairs_of_orpo_by_hand():
-    # Odds of 3 against 1/3 and of 1/7 against 7.
-    log_odds = (math.log(9), math.log(1 / 49))
-    expected = sum(SFT) / 2 - BETA * (logsigma(log_odds[0]) + logsigma(log_odds[1])) / 2
-    assert two_pairs("orpo") == approx(expected)
-
-
 def cpo(**options) -> tuple[float, dict[str, float]]:
     return values(reference.cpo(HIDDEN, WEIGHT, TARGETS, beta=BETA, **options))
 
@@ -285,35 +254,32 @@ def cpo(**options) -> tuple[float, dict[str, float]]:
 SUM_MARGIN, MEAN_MARGIN = BETA * (CHOSEN - REJECTED), BETA * (CHOSEN / 2 - REJECTED)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param({}, -logsigma(SUM_MARGIN), id="sigmoid"),
-        pytest.param(
-            {"label_smoothing": EPS},
-            -(1 - EPS) * logsigma(SUM_MARGIN) - EPS * logsigma(-SUM_MARGIN),
-            id="smoothed",
-        ),
-        pytest.param({"loss_type": "hinge"}, 1 - SUM_MARGIN, id="hinge"),
-        pytest.param({"loss_type": "ipo"}, (MEAN_MARGIN / BETA - 2) ** 2, id="ipo"),
-        pytest.param({"loss_type": "simpo"}, -logsigma(MEAN_MARGIN - 0.5), id="simpo"),
-        pytest.param({"loss_type": "simpo", "simpo_gamma": 1.5}, -logsigma(MEAN_MARGIN - 1.5), id="gamma"),
-        pytest.param(
-            {"loss_type": "simpo", "label_smoothing": EPS},
-            -(1 - EPS) * logsigma(MEAN_MARGIN - 0.5) - EPS * logsigma(0.5 - MEAN_MARGIN),
-            id="smoothed_simpo",
-        ),
-        # p^-2 is (16/3)² and (8/7)² for the products of the probabilities, 16/3 and (8/7)² for the squares of
-        # their means.
-        pytest.param({"alpha": 2.0}, -logsigma(BETA * ((8 / 7) ** 2 - (16 / 3) ** 2) / 2), id="alpha"),
-        pytest.param({"alpha": -1.0}, -logsigma(BETA * (3 / 16 - 7 / 8)), id="negative_alpha"),
-        pytest.param(
-            {"alpha": 2.0, "loss_type": "simpo"},
-            -logsigma(BETA * ((8 / 7) ** 2 - 16 / 3) / 2 - 0.5),
-            id="alphapo",
-        ),
-    ],
-)
+CPO = {
+    "sigmoid": ({}, -logsigma(SUM_MARGIN)),
+    "smoothed": (
+        {"label_smoothing": EPS},
+        -(1 - EPS) * logsigma(SUM_MARGIN) - EPS * logsigma(-SUM_MARGIN),
+    ),
+    "hinge": ({"loss_type": "hinge"}, 1 - SUM_MARGIN),
+    "ipo": ({"loss_type": "ipo"}, (MEAN_MARGIN / BETA - 2) ** 2),
+    "simpo": ({"loss_type": "simpo"}, -logsigma(MEAN_MARGIN - 0.5)),
+    "simpo_gamma": ({"loss_type": "simpo", "simpo_gamma": 1.5}, -logsigma(MEAN_MARGIN - 1.5)),
+    "simpo, smoothed": (
+        {"loss_type": "simpo", "label_smoothing": EPS},
+        -(1 - EPS) * logsigma(MEAN_MARGIN - 0.5) - EPS * logsigma(0.5 - MEAN_MARGIN),
+    ),
+    # p^-2 is (16/3)² and (8/7)² for the products of the probabilities, 16/3 and (8/7)² for the squares of
+    # their means.
+    "alpha": ({"alpha": 2.0}, -logsigma(BETA * ((8 / 7) ** 2 - (16 / 3) ** 2) / 2)),
+    "negative alpha": ({"alpha": -1.0}, -logsigma(BETA * (3 / 16 - 7 / 8))),
+    "alphapo": (
+        {"alpha": 2.0, "loss_type": "simpo"},
+        -logsigma(BETA * ((8 / 7) ** 2 - 16 / 3) / 2 - 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), CPO.values(), ids=CPO)
 def test_cpo_by_hand(options, expected):
     assert cpo(**options)[0] == approx(expected + BY_HAND["sft"])
     assert cpo(**options, cpo_alpha=0.25)[0] == approx(expected + 0.25 * BY_HAND["sft"])
@@ -321,19 +287,22 @@ def test_cpo_by_hand(options, expected):
     assert cpo(**options, reduction="sum")[0] == approx(expected + 2 * BY_HAND["sft"])
 
 
-def test_two_pairs_of_cpo_by_hand():
-    expected = -(logsigma(BETA * LOG3) + logsigma(-BETA * LOG7)) / 2
-    assert two_pairs("cpo") == approx(expected + sum(SFT) / 2)
+def test_two_pairs_of_orpo_and_cpo_by_hand():
+    # Odds of 3 against 1/3 and of 1/7 against 7.
+    odds = logsigma(math.log(9)) + logsigma(math.log(1 / 49))
+    assert two_pairs("orpo") == approx(SFT / 2 - BETA * odds / 2)
+    margins = logsigma(BETA * LOG3) + logsigma(-BETA * LOG7)
+    assert two_pairs("cpo") == approx(SFT / 2 - margins / 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "logp", "reward"),
-    [
-        pytest.param({}, CHOSEN, CHOSEN, id="sum"),
-        pytest.param({"loss_type": "simpo"}, CHOSEN / 2, CHOSEN / 2, id="mean"),
-        pytest.param({"alpha": 2.0}, CHOSEN, (1 - (16 / 3) ** 2) / 2, id="alpha"),
-    ],
-)
+OF_CPO = [
+    ({}, CHOSEN, CHOSEN),
+    ({"loss_type": "simpo"}, CHOSEN / 2, CHOSEN / 2),
+    ({"alpha": 2.0}, CHOSEN, (1 - (16 / 3) ** 2) / 2),
+]
+
+
+@pytest.mark.parametrize(("options", "logp", "reward"), OF_CPO, ids=str)
 def test_cpo_metrics_by_hand(options, logp, reward):
     metrics = cpo(**options)[1]
     assert metrics["logps/chosen"] == approx(logp)
@@ -355,26 +324,18 @@ def kto(labels=(True, False), **options) -> tuple[float, dict[str, float]]:
     return values(reference.kto(HIDDEN, WEIGHT, TARGETS, **given | options))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        pytest.param({}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R)), id="kto"),
-        pytest.param({"kl": 0.75}, (1 - sigma(BETA * (C - 0.75)), 1 - sigma(BETA * (0.75 - R))), id="kl"),
-        pytest.param(
-            {"kl": torch.tensor(-0.75)}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R)), id="negative_kl"
-        ),
-        pytest.param({"loss_type": "apo_zero_unpaired"}, (1 - sigma(BETA * C), sigma(BETA * R)), id="apo"),
-        pytest.param({"labels": (False, True)}, (1 - sigma(-BETA * C), 1 - sigma(BETA * R)), id="swapped"),
-        pytest.param(
-            {"desirable_weight": 3.0}, (3 - 3 * sigma(BETA * C), 1 - sigma(-BETA * R)), id="desirable_weight"
-        ),
-        pytest.param(
-            {"undesirable_weight": 3.0},
-            (1 - sigma(BETA * C), 3 - 3 * sigma(-BETA * R)),
-            id="undesirable_weight",
-        ),
-    ],
-)
+KTO = {
+    "kto": ({}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R))),
+    "kl": ({"kl": 0.75}, (1 - sigma(BETA * (C - 0.75)), 1 - sigma(BETA * (0.75 - R)))),
+    "negative kl": ({"kl": torch.tensor(-0.75)}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R))),
+    "apo": ({"loss_type": "apo_zero_unpaired"}, (1 - sigma(BETA * C), sigma(BETA * R))),
+    "swapped": ({"labels": (False, True)}, (1 - sigma(-BETA * C), 1 - sigma(BETA * R))),
+    "desirable_weight": ({"desirable_weight": 3.0}, (3 - 3 * sigma(BETA * C), 1 - sigma(-BETA * R))),
+    "undesirable_weight": ({"undesirable_weight": 3.0}, (1 - sigma(BETA * C), 3 - 3 * sigma(-BETA * R))),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), KTO.values(), ids=KTO)
 def test_kto_by_hand(options, expected):
     assert kto(**options)[0] == approx(sum(expected) / 2)
     assert kto(**options, num_items=5)[0] == approx(sum(expected) / 5)

@@ -340,6 +340,11 @@ LOSSES = {
     "cross-entropy, softcap": (CrossEntropyLoss, {"softcap": 5.0, "logit_scale": 1.2}, {"read"}),
     "z-loss: in fp32": (CrossEntropyLoss, {"z_loss": 0.1}, set()),
     "smoothing: in fp32": (CrossEntropyLoss, {"label_smoothing": 0.1}, set()),
+    "weighted sums of logits": (
+        CrossEntropyLoss,
+        {"reduction": "none", "label_smoothing": 0.1, "class_weights": True},
+        set(),
+    ),
     "unreduced": (CrossEntropyLoss, {"reduction": "none"}, BOTH),
     "unreduced, z-loss": (CrossEntropyLoss, {"reduction": "none", "z_loss": 0.1}, BOTH),
     # In the many chunks of `check` a pair is beyond the budget, and projected twice.
@@ -355,23 +360,16 @@ def test_losses(served, kind, options, wanted, frozen):
     hidden, weight, targets, reference = pairs()
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
-    loss = kind(logits_dtype=FP32, **options)
-    report = logitless.check(loss, hidden, weight, targets, **(reference if kind is DPOLoss else {}))
+    given = reference if kind is DPOLoss else {}
+    if "class_weights" in options:
+        generator = torch.Generator().manual_seed(5)
+        given = {"class_weights": torch.rand(IDS, generator=generator).to(DEVICE)}
+    loss = kind(logits_dtype=FP32, **{name: x for name, x in options.items() if name != "class_weights"})
+    report = logitless.check(loss, hidden, weight, targets, **given)
     assert report.ok, report
     ran = {kernel for kernel, times in served.items() if times}
     # A loss of log p and lse of a frozen head keeps d logp / d hidden, and needs no second pass.
     assert ran == wanted or (frozen and ran == {"read"} and wanted)
-
-
-@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
-def test_losses_of_weighted_sums_of_logits(served):
-    hidden, weight, targets, _ = pairs()
-    hidden.requires_grad_()
-    class_weights = torch.rand(IDS, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    loss = CrossEntropyLoss(logits_dtype=FP32, reduction="none", label_smoothing=0.1)
-    report = logitless.check(loss, hidden, weight, targets, class_weights=class_weights)
-    assert report.ok, report
-    assert not any(served.values())
 
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
