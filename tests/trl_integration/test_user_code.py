@@ -4,7 +4,6 @@ on a peaked model: the fields' differences would not show on one that knows noth
 
 import functools
 
-import peft
 import pytest
 import torch
 import transformers
@@ -338,20 +337,12 @@ def test_a_trainer_of_a_module_without_config(tmp_path):
     assert "chunked_loss" not in vars(trainer)
 
 
-CAUSAL = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-
-
-def with_task(model):
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, CAUSAL)
-
-
 @pytest.mark.parametrize("return_dict", [None, True])
 def test_patch_model_under_peft_with_a_task_type(return_dict):
     """PEFT's model passes on return_dict=None."""
     numbers = []
     for patched in (False, True):
-        model = with_task(tiny_model())
+        model = adapted(tiny_model(), task_type="CAUSAL_LM")
         if patched:
             patch_model(model)
         out = model(input_ids=IDS, labels=LABELS, return_dict=return_dict)
@@ -373,7 +364,7 @@ def test_transformers_trainer_of_a_peft_model_with_a_task_type(tmp_path, bf16):
         rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
         data = rows.map(lambda row: {"labels": row["input_ids"]})
         args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
-        return train(build, args, with_task(tiny_model()), data)
+        return train(build, args, adapted(tiny_model(), task_type="CAUSAL_LM"), data)
 
     theirs, mine = run(False), run(True)
     assert mine.trainer.last_plan is not None
