@@ -2,6 +2,7 @@
 memory and GEMMs."""
 
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -173,6 +174,25 @@ def eager_calls() -> Iterator[SimpleNamespace]:
 
     with mock.patch.object(FusedLinearBase, "apply", counted):
         yield calls
+
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Notes where the host reads a tensor's numbers: the stack of each read."""
+    places: list[str] = []
+
+    def noted(method):
+        def read(x: Tensor):
+            places.append("".join(traceback.format_stack(limit=6)))
+            # Or the mode of a default device would come back here.
+            with torch._C.DisableTorchFunction():
+                return method(x)
+
+        return read
+
+    names = ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+    with mock.patch.multiple(torch.Tensor, **{name: noted(getattr(torch.Tensor, name)) for name in names}):
+        yield places
 
 
 def tensors_in(values: Iterable) -> Iterator[Tensor]:

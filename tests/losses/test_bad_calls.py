@@ -193,6 +193,7 @@ BOOLEANS = ONES.bool()
 HALVES, ID_HALVES = numbers(B, T, H).chunk(2), ONES.chunk(2)
 APART = r"(hidden|targets): .*chosen first: torch.cat\(\(chosen, rejected\)\)"
 BEST = numbers(B, T, 2)
+LINEAR = nn.Linear(H, V, device=DEVICE)
 NO_TEACHER = {"teacher_hidden": None, "teacher_weight": None}
 
 # A loss, what changes in its call, and how the message begins.
@@ -273,7 +274,7 @@ REFUSED = [
     # Several heads, several depths.
     *(
         (MedusaLoss, {"weight": heads}, f"heads: expected a MedusaHeads module, got {type(heads).__name__}; ")
-        for heads in ([nn.Linear(H, V)], nn.Linear(H, V), nn.ModuleList([nn.Linear(H, V)]))
+        for heads in ([LINEAR], LINEAR, nn.ModuleList([LINEAR]))
     ),
     *(
         (kind, {"shift": shift}, ".*got shift; targets are unshifted labels already.$")

@@ -64,21 +64,6 @@ def test_rows_are_independent_of_their_order(loss, trainable):
 
 
 @strategies
-def test_masked_equals_sliced(loss, trainable):
-    h, w, targets, b = small(ignored=0.4)
-    kept = targets != -100
-    masked = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
-    sliced = run(loss, h[kept], w, targets[kept], b, requires=TRAINABLE[trainable])
-    if masked.value.dim():
-        assert not masked.value[~kept].any()
-        masked.value = masked.value[kept]
-    if "hidden" in masked.grads:
-        assert not masked.grads["hidden"][~kept].any()
-        masked.grads["hidden"] = masked.grads["hidden"][kept]
-    assert_same(masked, sliced)
-
-
-@strategies
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3)], ids=str)
 def test_no_tokens(loss, trainable, shape):
     h, w, targets, b = operands(shape, 6, 40, torch.float64)
@@ -105,10 +90,8 @@ def test_nan_in_nan_out(loss, trainable):
     h, w, targets, b = small()
     h[3] = torch.nan
     outcome = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
-    if outcome.value.dim():
-        assert outcome.value.isnan().nonzero().flatten().tolist() == [3]
-    else:
-        assert outcome.value.isnan()
+    assert outcome.value.isnan().nonzero().flatten().tolist() == ([3] if outcome.value.dim() else [])
+    assert outcome.value.isnan().any()
     if "hidden" in outcome.grads:
         assert outcome.grads["hidden"][3].isnan().all()
     if "weight" in outcome.grads:

@@ -27,46 +27,46 @@ def dpo(x):
     # Of two pairs: the sequences have 2, 0, 1 and 1 tokens.
     starts = torch.tensor([0, 2, 2, 3, 4], device=DEVICE)
     hidden, targets = HIDDEN.repeat(2, 1), CALL[2].repeat(2)
+    x = x.repeat(*(2 if n == 2 else 1 for n in x.shape))
     return DPOLoss()(hidden, WEIGHT, targets, cu_seqlens=starts, ref_logps=x)
 
 
+def of(loss, name: str, **inputs):
+    """A call of the loss with the input `name`."""
+    return lambda x: loss(*CALL, cu_seqlens=CU_SEQLENS, **inputs | {name: x})
+
+
 CALLS = {
-    "GRPO's advantages": lambda x: GRPOLoss()(*CALL, cu_seqlens=CU_SEQLENS, advantages=x),
-    "GRPO's importance_weights": lambda x: GRPOLoss()(
-        *CALL, cu_seqlens=CU_SEQLENS, importance_weights=x.abs(), **PER_SEQUENCE
-    ),
-    "VESPO's importance_weights": lambda x: GRPOLoss(loss_type="vespo")(
-        *CALL, cu_seqlens=CU_SEQLENS, importance_weights=x.abs(), **PER_SEQUENCE
-    ),
-    "PPO's advantages": lambda x: PPOLoss()(*CALL, cu_seqlens=CU_SEQLENS, advantages=x),
-    "REINFORCE's advantages": lambda x: REINFORCELoss()(*CALL, cu_seqlens=CU_SEQLENS, advantages=x),
-    "RLOO's old_logps": lambda x: RLOOLoss()(*CALL, cu_seqlens=CU_SEQLENS, old_logps=x, **PER_SEQUENCE),
+    "GRPO's advantages": of(GRPOLoss(), "advantages"),
+    "GRPO's importance_weights": of(GRPOLoss(), "importance_weights", **PER_SEQUENCE),
+    "VESPO's importance_weights": of(GRPOLoss(loss_type="vespo"), "importance_weights", **PER_SEQUENCE),
+    "PPO's advantages": of(PPOLoss(), "advantages"),
+    "REINFORCE's advantages": of(REINFORCELoss(), "advantages"),
+    "RLOO's old_logps": of(RLOOLoss(), "old_logps", **PER_SEQUENCE),
     "KTO's ref_logps": lambda x: kto(ref_logps=x),
     "KTO's ref_logps in kl": lambda x: kto(kl=KL | {"ref_logps": x - 9}, ref_logps=X[:, None]),
-    "DPO's ref_logps": lambda x: dpo(
-        x if x.shape == (2,) else x.repeat(*(2 if n == 2 else 1 for n in x.shape))
-    ),
+    "DPO's ref_logps": dpo,
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_as_many_tokens_as_sequences(name):
     """Shape (N,) is refused, (sequences, 1) is per sequence, and (1, N) per token."""
+    x = X.abs() if "weights" in name else X
     message = rf"{name.split()[1]}: expected shape \((\d), 1\), one per sequence, or \(1, \1\), one per token"
     with pytest.raises(ValueError, match=message):
-        CALLS[name](X if name != "DPO's ref_logps" else X.repeat(2))
-    per_sequence, per_token = CALLS[name](X[:, None]), CALLS[name](X[None])
+        CALLS[name](x)
+    per_sequence, per_token = CALLS[name](x[:, None]), CALLS[name](x[None])
     assert per_sequence.loss.isfinite() and per_token.loss.isfinite()
     assert abs(per_sequence.loss - per_token.loss) > 1e-3
 
 
-def test_levels_of_policies():
-    for loss in (REINFORCELoss(), GRPOLoss()):
-        ratio = LOGPS if isinstance(loss, REINFORCELoss) else torch.ones(2, device=DEVICE)
-        found = {x: loss(*CALL, cu_seqlens=CU_SEQLENS, advantages=x).loss for x in (X[:, None], X[None])}
-        first, second = found.values()
-        assert first.item() == pytest.approx(-(0.5 * ratio).mean().item(), rel=1e-5)
-        assert second.item() == pytest.approx(-(X * ratio).mean().item(), rel=1e-5)
+@pytest.mark.parametrize("loss", [REINFORCELoss(), GRPOLoss()])
+def test_levels_of_policies(loss):
+    ratio = LOGPS if isinstance(loss, REINFORCELoss) else torch.ones(2, device=DEVICE)
+    for x, advantages in ((X[:, None], 0.5), (X[None], X)):
+        found = loss(*CALL, cu_seqlens=CU_SEQLENS, advantages=x).loss.item()
+        assert found == pytest.approx(-(advantages * ratio).mean().item(), rel=1e-5)
 
 
 def test_levels_of_references():

@@ -1,82 +1,13 @@
-"""`linear_logprobs`: values, and the gradients of any later loss of the log-probabilities, the entropy and
-the log-sum-exp."""
+"""`linear_logprobs` of one id per position: backward passes, autocast and dtypes. Values and gradients are in
+test_several_ids.py."""
 
 import pytest
 import torch
 
 from logitless import linear_logprobs
 from tests import reference
-from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
-from tests.support import DEVICE, assert_close, run
-
-
-def policy(logps, entropy, lse):
-    """A loss that is not linear in any of the three, with coefficients that give each a share of the
-    gradient."""
-    return (logps / 8).exp() * 4 - 0.5 * entropy + 0.05 * lse**2
-
-
-def logps_only(logps, entropy, lse):
-    return 0.1 * logps**2 + logps
-
-
-def entropy_only(logps, entropy, lse):
-    return entropy * entropy.detach().sin()
-
-
-def lse_only(logps, entropy, lse):
-    return lse.sin() * 2
-
-
-LOSSES = {"policy": policy, "logps": logps_only, "entropy": entropy_only, "lse": lse_only}
-
-FACTORS = {
-    "shape": list(SHAPES),
-    "loss": list(LOSSES),
-    "trainable": [name for name in TRAINABLE if name != "nothing"],
-    "ignored": [0.0, 0.5],
-    "budget": [None, 10],
-    "softcap": [None, 5.0],
-    "logit_scale": [1.0, 0.5],
-    "temperature": [1.0, 0.7],
-    "bias": [False, True],
-    "compact": [True, False],
-}
-
-
-def has_effect(case: dict) -> bool:
-    return not (case.get("shape") == "1" and case.get("ignored"))
-
-
-@one_row_warning
-@dtypes
-@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect))
-def test_any_loss_of_the_outputs(case, dtype):
-    shape, hidden, vocab = SHAPES[case["shape"]]
-    h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=case["seed"], ignored=case["ignored"])
-    head = {name: case[name] for name in ("softcap", "logit_scale", "temperature")}
-    engine = {
-        "compact": case["compact"],
-        "logits_budget": case["budget"] and case["budget"] * vocab * dtype.itemsize,
-    }
-    upstream = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(case["seed"]))
-    loss = LOSSES[case["loss"]]
-
-    def ours(*tensors, **kwargs):
-        return loss(*linear_logprobs(*tensors, entropy=True, **kwargs, **head, **engine))
-
-    def full_logits(*tensors, **kwargs):
-        return loss(*reference.token_logprobs(*tensors, **kwargs, **head))
-
-    bias = b if case["bias"] else None
-    exact_bias = bias if bias is None else bias.double()
-    requires = TRAINABLE[case["trainable"]]
-    truth = run(full_logits, h.double(), w.double(), targets, exact_bias, upstream, requires)
-    naive = run(full_logits, h, w, targets, bias, upstream, requires)
-    actual = run(ours, h, w, targets, bias, upstream, requires)
-    assert_close(actual.value, truth.value, naive.value, name="value")
-    for name in truth.grads:
-        assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
+from tests.cases import TRAINABLE, operands, trained
+from tests.support import assert_close, run
 
 
 @pytest.mark.parametrize("trainable", ["all", "hidden"])

@@ -134,52 +134,51 @@ def test_extremes_are_finite(name, what):
 
 # -- bad input
 
-
-def call(loss, **inputs):
-    given = {"advantages": torch.zeros(4)} | inputs
-    return loss(torch.zeros(4, 3, 4), torch.zeros(7, 4), torch.zeros(4, 3, dtype=torch.int64), **given)
-
-
-BAD = {
-    "type": (lambda: GRPOLoss(loss_type="gspo"), "loss_type: expected one of 'grpo'.*'vespo'"),
-    "level": (
-        lambda: GRPOLoss(importance_sampling_level="batch"),
+# A loss and its options.
+BAD_OPTIONS = [
+    (GRPOLoss, {"loss_type": "gspo"}, "loss_type: expected one of 'grpo'.*'vespo'"),
+    (
+        GRPOLoss,
+        {"importance_sampling_level": "batch"},
         "importance_sampling_level: expected one of 'token'",
     ),
-    "advantages": (
-        lambda: call(GRPOLoss(), advantages=torch.zeros(3)),
-        r"advantages: expected targets' shape \(4, 3\) or \(4,\)",
-    ),
-    "old": (lambda: call(GRPOLoss(), old_logps=torch.zeros(4)), "old_logps: expected targets' shape"),
-    "dr_grpo": (lambda: GRPOLoss(loss_type="dr_grpo"), "max_completion_length: expected a positive number"),
-    "epsilon": (lambda: GRPOLoss(epsilon=-0.1), "epsilon: expected a number >= 0"),
-    "epsilon_high": (lambda: GRPOLoss(epsilon_high=-0.1), "epsilon_high: expected"),
-    "delta": (lambda: GRPOLoss(delta=0.0), "delta: expected a positive"),
-    "needless delta": (lambda: GRPOLoss(delta=2.0, loss_type="sapo"), "delta: expected None for sapo"),
-    "beta": (lambda: GRPOLoss(beta=-0.1), "beta: expected"),
-    "temperature": (lambda: GRPOLoss(temperature=0.0), "temperature: expected a positive"),
-    "sapo": (lambda: GRPOLoss(sapo_temperature_neg=0.0), "sapo_temperature: expected"),
-    "quantile": (lambda: GRPOLoss(top_entropy_quantile=1.5), "top_entropy_quantile: expected"),
-    "no sampler": (
-        lambda: call(GRPOLoss(off_policy_mask_threshold=0.1)),
-        "off_policy_mask_threshold: expected old_logps",
-    ),
-    "rloo advantages": (
-        lambda: call(RLOOLoss(), advantages=torch.zeros(4, 3)),
-        r"advantages: expected shape \(4,\)",
-    ),
-    "rloo epsilon": (lambda: RLOOLoss(epsilon=-1.0), "epsilon: expected"),
-    "flat": (
-        lambda: GRPOLoss()(
-            torch.zeros(4, 4), torch.zeros(7, 4), torch.zeros(4, dtype=torch.int64), advantages=torch.zeros(4)
-        ),
-        r"targets: expected shape \(B, T\)",
-    ),
-}
+    (GRPOLoss, {"loss_type": "dr_grpo"}, "max_completion_length: expected a positive number"),
+    (GRPOLoss, {"epsilon": -0.1}, "epsilon: expected a number >= 0"),
+    (GRPOLoss, {"epsilon_high": -0.1}, "epsilon_high: expected"),
+    (GRPOLoss, {"delta": 0.0}, "delta: expected a positive"),
+    (GRPOLoss, {"delta": 2.0, "loss_type": "sapo"}, "delta: expected None for sapo"),
+    (GRPOLoss, {"beta": -0.1}, "beta: expected"),
+    (GRPOLoss, {"temperature": 0.0}, "temperature: expected a positive"),
+    (GRPOLoss, {"sapo_temperature_neg": 0.0}, "sapo_temperature: expected"),
+    (GRPOLoss, {"top_entropy_quantile": 1.5}, "top_entropy_quantile: expected"),
+    (RLOOLoss, {"epsilon": -1.0}, "epsilon: expected"),
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what):
-    attempt, message = BAD[what]
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, device=DEVICE)
+
+
+# A loss and its inputs.
+BAD_INPUTS = [
+    (GRPOLoss(), {"advantages": zeros(3)}, r"advantages: expected targets' shape \(4, 3\) or \(4,\)"),
+    (GRPOLoss(), {"old_logps": zeros(4)}, "old_logps: expected targets' shape"),
+    (GRPOLoss(off_policy_mask_threshold=0.1), {}, "off_policy_mask_threshold: expected old_logps"),
+    (RLOOLoss(), {"advantages": zeros(4, 3)}, r"advantages: expected shape \(4,\)"),
+    (GRPOLoss(), {"hidden": zeros(4, 4)}, r"targets: expected shape \(B, T\)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), BAD_OPTIONS)
+def test_options_that_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
-        attempt()
+        kind(**options)
+
+
+@pytest.mark.parametrize(("loss", "inputs", "message"), BAD_INPUTS)
+def test_inputs_that_are_refused(loss, inputs, message):
+    given = {"hidden": zeros(4, 3, 4), "advantages": zeros(4)} | inputs
+    hidden = given.pop("hidden")
+    targets = zeros(*hidden.shape[:-1]).long()
+    with pytest.raises(ValueError, match=message):
+        loss(hidden, zeros(7, 4), targets, **given)

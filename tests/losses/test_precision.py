@@ -15,23 +15,19 @@ from tests.losses.every_loss import LOSSES, Given
 from tests.support import DEVICE, assert_close, relative_error
 
 
-def naive_dpo(x: Given, heads, **options) -> Tensor:
-    ref_logps = x.ref_logps.masked_fill(x.targets == -100, 0.0)
-    return reference.dpo(x.hidden, x.weight, x.targets, bias=x.bias, ref_logps=ref_logps, **options)[0]
+def naive(name: str, *inputs: str, **settings) -> Callable[..., Tensor]:
+    """A loss of `tests.reference` with these fields of `Given`."""
 
+    def loss(x: Given, heads, **options) -> Tensor:
+        given = {key: getattr(x, key) for key in inputs}
+        if "ref_logps" in given:
+            given["ref_logps"] = x.ref_logps.masked_fill(x.targets == -100, 0.0)
+        found = getattr(reference, name)(
+            x.hidden, x.weight, x.targets, bias=x.bias, **given, **settings, **options
+        )
+        return found if isinstance(found, Tensor) else found[0]
 
-def naive_grpo(x: Given, heads, **options) -> Tensor:
-    inputs = {"advantages": x.advantages, "old_logps": x.old_logps, "ref_logps": x.ref_logps}
-    return reference.grpo(
-        x.hidden, x.weight, x.targets, bias=x.bias, **inputs, beta=0.1, entropy_coef=0.01, **options
-    )[0]
-
-
-def naive_jsd(x: Given, heads, **options) -> Tensor:
-    inputs = {"teacher_hidden": x.teacher_hidden, "teacher_weight": x.teacher_weight}
-    return reference.distillation(
-        x.hidden, x.weight, x.targets, bias=x.bias, **inputs, hard_loss_weight=0.2, **options
-    )[0]
+    return loss
 
 
 def naive_medusa(x: Given, heads, **options) -> Tensor:
@@ -43,12 +39,10 @@ def naive_medusa(x: Given, heads, **options) -> Tensor:
 
 
 NAIVE: dict[str, Callable[..., Tensor]] = {
-    "cross-entropy": lambda x, heads, **options: reference.cross_entropy(
-        x.hidden, x.weight, x.targets, bias=x.bias, **options
-    ),
-    "DPO": naive_dpo,
-    "GRPO": naive_grpo,
-    "JSD": naive_jsd,
+    "cross-entropy": naive("cross_entropy"),
+    "DPO": naive("dpo", "ref_logps"),
+    "GRPO": naive("grpo", "advantages", "old_logps", "ref_logps", beta=0.1, entropy_coef=0.01),
+    "JSD": naive("distillation", "teacher_hidden", "teacher_weight", hard_loss_weight=0.2),
     "Medusa": naive_medusa,
 }
 names = pytest.mark.parametrize("name", NAIVE)
@@ -72,13 +66,12 @@ def outcome(
 @pytest.mark.parametrize("budget", [None, 10_000], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_with_fp32_master_weights(name, autocast, budget):
-    truth, naive = outcome(NAIVE[name], torch.float64), outcome(NAIVE[name], torch.float32, autocast)
+    truth, rough = outcome(NAIVE[name], torch.float64), outcome(NAIVE[name], torch.float32, autocast)
     ours = outcome(LOSSES[name], torch.float32, autocast, logits_budget=budget)
     assert ours.keys() == truth.keys()
     for operand, gradient in ours.items():
-        assert_close(
-            gradient, truth[operand], naive[operand], name=operand
-        )  # in the dtype of the naive one, fp32
+        # In the dtype of the naive one, fp32.
+        assert_close(gradient, truth[operand], rough[operand], name=operand)
 
 
 @names
@@ -87,12 +80,10 @@ def test_a_grad_scaler_keeps_what_fp16_flushes(name, master):
     """With p / N below 6e-8, fp16 holds no gradient of a logit, and none of the weights without the scale."""
     autocast = torch.float16 if master == torch.float32 else None
     options = {"num_items": 2.0**20, "scale": 65536.0}
-    truth, naive = (
-        outcome(NAIVE[name], dtype, half, **options)
-        for dtype, half in ((torch.float64, None), (master, autocast))
-    )
+    truth = outcome(NAIVE[name], torch.float64, **options)
+    rough = outcome(NAIVE[name], master, autocast, **options)
     for operand, gradient in outcome(LOSSES[name], master, autocast, **options).items():
-        assert_close(gradient, truth[operand], naive[operand], name=operand)
+        assert_close(gradient, truth[operand], rough[operand], name=operand)
 
 
 # What may stand around a call of (loss, *tensors).

@@ -19,6 +19,7 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
+from tests.cases import covering_array, one_row_warning, operands
 from tests.losses.test_policy import VARIANTS
 from tests.losses.test_sampling_mask import sets_for, statistics
 from tests.ranks import in_processes
@@ -86,50 +87,45 @@ def leaves(case, requires=("hidden", "weight", "bias"), dtype=torch.float64):
     return [x.clone().requires_grad_(name in requires) for name, x in zip(names, tensors)]
 
 
-def compared(
-    case, monkeypatch, requires=("hidden", "weight", "bias"), error=1e-12, reduction="mean", **options
-):
-    dtype = torch.float64 if error < 1e-9 else torch.float32
+FACTORS = {
+    "name": list(VARIANTS),
+    "sizes": list(KINDS),
+    "requires": [("hidden", "weight", "bias"), ("hidden",)],
+    "compact": [True, False],
+    "budget": [None, 10 * V * 8],
+    "reduction": ["mean", "none", "sum"],
+    "dtype": [torch.float64, torch.float32],
+}
+
+
+def has_effect(case: dict) -> bool:
+    # A term over the tokens beside one over the sequences has no values without reduction.
+    return case.get("reduction") != "none" or case.get("name") not in ("entropy", "top entropy")
+
+
+@one_row_warning
+@pytest.mark.parametrize("chosen", covering_array(FACTORS, has_effect))
+def test_pairs_of_options(chosen, monkeypatch):
+    kind, settings = VARIANTS[chosen["name"]]
+    case, requires, dtype = Case(kind, settings, chosen["sizes"]), chosen["requires"], chosen["dtype"]
+    error = 1e-12 if dtype == torch.float64 else 1e-5
     ours, exact = leaves(case, requires, dtype), leaves(case, requires)
-    loss = case.kind(**case.settings, reduction=reduction, **options)
+    options = {"reduction": chosen["reduction"], "compact": chosen["compact"]}
+    loss = kind(**settings, **options, logits_budget=chosen["budget"])
     given = {name: x.to(dtype) for name, x in (case.inputs | case.reference).items()}
     out = loss(*ours[:2], case.targets, bias=ours[2], sampling_mask=case.mask, **given)
-    value, metrics, _ = case.on_full_logits(*exact, monkeypatch, reduction=reduction)
+    value, metrics, _ = case.on_full_logits(*exact, monkeypatch, reduction=chosen["reduction"])
     upstream = torch.linspace(2, 3, value.numel(), dtype=torch.float64).view_as(value)
-    out.loss.backward(upstream.to(out.loss.dtype))
+    out.loss.backward(upstream.to(dtype))
     value.backward(upstream)
     assert_close(out.loss.detach(), value.detach(), error, name="loss")
     assert_metrics_close(out.metrics, metrics, max(error, 1e-11))
     for name, a, b in zip(("hidden", "weight", "bias"), ours, exact):
         if name in requires:
             assert_close(a.grad, b.grad, error, name=f"d_{name}")
-    return out
-
-
-@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("sizes", KINDS)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_policy_loss(name, sizes, monkeypatch):
-    case = Case(*VARIANTS[name], sizes, seed=len(name))
-    out = compared(case, monkeypatch)
-    assert out.plan.replayed and out.plan.certain and "replayed: " in out.plan.describe()
-    assert (out.plan.products == 0) == (sizes == "small")
-
-
-@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize("name", ["dapo token", "grpo sequence", "kl", "entropy", "top entropy", "rloo"])
-@pytest.mark.parametrize("requires", [("hidden",), ("hidden", "weight", "bias")], ids=["frozen", "trained"])
-def test_small_budgets_and_frozen_heads(name, requires, compact, monkeypatch):
-    case = Case(*VARIANTS[name], "mixed")
-    compared(case, monkeypatch, requires, logits_budget=10 * V * 8, compact=compact)
-    compared(case, monkeypatch, requires, compact=compact, error=1e-5)
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize("name", ["dapo token", "kl", "dapo sequence", "rloo"])
-def test_reductions(name, reduction, monkeypatch):
-    compared(Case(*VARIANTS[name], "mixed"), monkeypatch, reduction=reduction)
+    if chosen["compact"]:  # otherwise the host does not know
+        assert out.plan.replayed and out.plan.certain and "replayed: " in out.plan.describe()
+        assert (out.plan.products == 0) == (chosen["sizes"] == "small")
 
 
 @pytest.mark.parametrize("name", ["dapo token", "dapo sequence"])
@@ -169,41 +165,29 @@ def test_into_a_main_gradient(now, monkeypatch):
 def test_shift(name, packed):
     """Unshifted labels, sets and inputs per token, against what they are shifted."""
     case = Case(*VARIANTS[name], "mixed")
-    flat = lambda x: x.flatten(0, 1) if packed and x.dim() > 1 and x.shape[:2] == (B, T) else x  # noqa: E731
-    given = {"cu_seqlens": torch.arange(0, B * T + 1, T)} if packed else {}
-    back = lambda x: torch.cat((x[:, :1], x[:, :-1]), 1)  # noqa: E731
-    targets, sets = case.targets.clone(), [list(x) for x in case.sets]
-    targets[:, -1] = -100
-    unshifted = [[9, 9]] * (B * T)
-    for b in range(B):
-        for t in range(T - 1):
-            unshifted[b * T + t + 1] = sets[b * T + t]
-            if targets[b, t] == -100:
-                sets[b * T + t] = []
-        sets[b * T + T - 1] = []
-    inputs = case.inputs | case.reference
-    loss = case.kind(**case.settings)
-    results = []
-    for shift in (False, True):
+    case.targets[:, -1] = -100
+    aligned = [[] if label == -100 else ids for ids, label in zip(case.sets, case.targets.view(-1).tolist())]
+    unshifted = [[9, 9] if n % T == 0 else aligned[n - 1] for n in range(B * T)]
+
+    def outcome(shift: bool):
+        def laid(x):
+            """Per token beside the label that the token is, and flat if packed."""
+            if x.shape[:2] != (B, T):
+                return x
+            x = x.roll(1, 1) if shift and x.dim() == 2 else x
+            return x.flatten(0, 1) if packed else x
+
         hidden, weight, _ = leaves(case)
-        labels = torch.cat((torch.full((B, 1), -100), targets[:, :-1]), 1) if shift else targets
-        per_token = {
-            name: back(x) if shift and name in ("old_logps", "sampling_logps") else x
-            for name, x in inputs.items()
-        }
-        mask = SamplingMask.from_lists(unshifted if shift else sets)
-        out = loss(
-            flat(hidden),
-            weight,
-            flat(labels),
-            shift=shift,
-            sampling_mask=mask,
-            **given,
-            **{name: flat(x) for name, x in per_token.items()},
-        )
+        given = {name: laid(x) for name, x in (case.inputs | case.reference).items()}
+        if packed:
+            given["cu_seqlens"] = torch.arange(0, B * T + 1, T)
+        mask = SamplingMask.from_lists(unshifted if shift else aligned)
+        loss = case.kind(**case.settings)
+        out = loss(laid(hidden), weight, laid(case.targets), shift=shift, sampling_mask=mask, **given)
         out.loss.backward()
-        results.append((out.loss.detach(), hidden.grad, weight.grad, *out.metrics.values()))
-    for a, b in zip(*results):
+        return out.loss.detach(), hidden.grad, weight.grad, *out.metrics.values()
+
+    for a, b in zip(outcome(True), outcome(False)):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
@@ -226,21 +210,30 @@ def test_repeated_rows_are_summed_alike_whatever_the_budget():
         assert torch.equal(h, found[0][0]) and torch.equal(w, found[0][1])
 
 
-def test_memory():
+def logprobs(hidden, weight, targets, mask):
+    return linear_logprobs(
+        hidden, weight, targets, entropy="metric", sampling_mask=mask, logits_budget=2**30
+    ).logps.sum()
+
+
+def policy_loss(hidden, weight, targets, mask):
+    given = {"advantages": torch.ones(2), "sampling_mask": mask}
+    return GRPOLoss(logits_budget=2**30)(hidden, weight, targets, **given).loss
+
+
+@pytest.mark.parametrize("loss", [logprobs, policy_loss])
+@pytest.mark.parametrize(("gathered", "most"), [("all", 0.05), ("half", 0.6)])
+def test_nothing_of_the_size_of_all_logits(loss, gathered, most):
     N, width = 256, 4000
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    h, w = torch.randn(2, N // 2, 16, generator=generator), torch.randn(width, 16, generator=generator)
-    targets = torch.randint(width, (2, N // 2), generator=generator)
-    few = sets_for(targets, (1, 1, 2, 8, 30), width)
-    half = [ids if n % 2 else [] for n, ids in enumerate(few)]
-    for sets, most, products in ((few, 0.05, 0), (half, 0.6, 1.5)):
-        given = [x.clone().requires_grad_() for x in (h, w)]
-        loss = GRPOLoss(logits_budget=2**30)
-        with AllocationWatcher() as watch:
-            out = loss(*given, targets, advantages=torch.ones(2), sampling_mask=SamplingMask.from_lists(sets))
-            out.loss.backward()
-        assert watch.largest <= max(most * N * width * 4, w.nbytes)
-        assert out.plan.products == pytest.approx(products)
+    hidden, weight, targets, _ = operands((2, N // 2), 16, width, torch.float32)
+    sets = sets_for(targets, (1, 1, 2, 8, 30), width)
+    if gathered == "half":
+        sets = [ids if n % 2 else [] for n, ids in enumerate(sets)]
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    with AllocationWatcher() as watch:
+        loss(hidden, weight, targets, SamplingMask.from_lists(sets)).backward()
+    # The gradient of the head is one of the results.
+    assert watch.largest <= max(most * N * width * 4, weight.nbytes)
 
 
 # Errors.

@@ -1,4 +1,5 @@
-"""Log-probabilities of several ids per position, and the k best: values, gradients, ties, bad input."""
+"""`linear_logprobs` of one id or of several per position, and the k best: values, the gradients of any later
+loss, ties, bad input."""
 
 import re
 import warnings
@@ -8,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from logitless import DistillationLoss, linear_logprobs, linear_topk
-from tests import reference
+from tests import cases, reference
 from tests.cases import TRAINABLE, covering_array, dtypes, one_row_warning, operands
 from tests.ranks import in_processes, random
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, run
 
-SHAPES = {"1": ((1,), 16, 1000), "7": ((7,), 8, 17), "3x43": ((3, 43), 8, 131)}
+SHAPES = cases.SHAPES | {"5x9": ((5, 9), 8, 131)}
 FACTORS = {
-    "shape": list(SHAPES),
+    "shape": ["1", "7", "5x9"],
     "k": [1, 2, 64, "V"],
-    "outputs": ["all", "logps", "lse", "renormalized"],
+    "outputs": ["all", "logps", "entropy", "lse", "renormalized"],
     "trainable": ["all", "hidden", "head", "all but weight"],
     "empty": [0.0, 0.5],
     "budget": [None, 10],
@@ -27,10 +28,17 @@ FACTORS = {
     "bias": [False, True],
     "compact": [True, False],
 }
+ONE_ID = {"shape": list(cases.SHAPES), "k": [None], "outputs": ["all", "logps", "entropy", "lse"]}
+
+
+def has_effect(case: dict) -> bool:
+    return not (case.get("shape") == "1" and case.get("empty"))
 
 
 def ids_of(shape, V, k, seed, empty=0.0):
     """Any ids, some of them twice; a share of the slots and the last position (unless it is alone) empty."""
+    if k is None:
+        return ids_of(shape, V, 1, seed, empty)[..., 0]
     generator = torch.Generator(DEVICE).manual_seed(seed)
     k = V if k == "V" else k
     ids = torch.rand(*shape, max(k, V), generator=generator).argsort(-1)[..., :k] % V
@@ -45,6 +53,7 @@ def ids_of(shape, V, k, seed, empty=0.0):
 
 def combined(which, logps, entropy, lse):
     """A number per position that is linear in none of the outputs that it looks at."""
+    logps = logps if logps.dim() > lse.dim() else logps[..., None]
     filled = logps > -torch.inf
     kept = torch.where(filled, logps, 0.0)
     if which == "renormalized":
@@ -53,13 +62,17 @@ def combined(which, logps, entropy, lse):
         return (q.exp() * q * filled).sum(-1)
     if which == "lse":
         return lse**2 / 8
+    if which == "entropy":
+        return entropy * entropy.detach().sin()
     value = (kept / 4).sin().sum(-1)
     return value if which == "logps" else value - 0.5 * entropy**2 + 0.05 * lse**2
 
 
 @one_row_warning
 @dtypes
-@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
+@pytest.mark.parametrize(
+    "case", covering_array(FACTORS, lambda case: True) + covering_array(FACTORS | ONE_ID, has_effect)
+)
 def test_any_loss_of_the_outputs(case, dtype):
     shape, hidden, V = SHAPES[case["shape"]]
     h, w, _, b = operands(shape, hidden, V, dtype, seed=case["seed"])
@@ -71,12 +84,13 @@ def test_any_loss_of_the_outputs(case, dtype):
     }
 
     def ours(hidden, weight, targets, **kwargs):
-        entropy = case["outputs"] == "all"
+        entropy = case["outputs"] in ("all", "entropy")
         out = linear_logprobs(hidden, weight, targets, entropy=entropy, **kwargs, **head, **engine)
         return combined(case["outputs"], *out)
 
     def full_logits(*tensors, **kwargs):
-        return combined(case["outputs"], *reference.ids_logprobs(*tensors, **kwargs, **head))
+        logprobs = reference.token_logprobs if case["k"] is None else reference.ids_logprobs
+        return combined(case["outputs"], *logprobs(*tensors, **kwargs, **head))
 
     bias = b if case["bias"] else None
     exact_bias = None if bias is None else bias.double()
@@ -226,47 +240,40 @@ def test_the_plan_of_many_tokens():
     assert plan.chunk_bytes <= plan.budget <= 2**20 and plan.chunks > 32
 
 
+def of_ids(ids, **options):
+    return lambda h, w: linear_logprobs(h, w, ids.to(DEVICE), **options)
+
+
+def best(k, **options):
+    return lambda h, w: linear_topk(h, w, k, **options)
+
+
+ZEROS = torch.zeros(6, 1, dtype=torch.int64, device=DEVICE)
 BAD = {
-    "float ids": (lambda h, w: linear_logprobs(h, w, torch.rand(6, 3)), TypeError, "targets: .*integer"),
+    "float ids": (of_ids(ZEROS * 1.0), "TypeError: targets: .*integer"),
     "ids too large": (
-        lambda h, w: linear_logprobs(h, w, torch.full((6, 3), 40)),
-        ValueError,
-        r"targets: expected ids in \[0, 40\) or ignore_index, got 6 outside",
+        of_ids(ZEROS + 40),
+        r"ValueError: targets: expected ids in \[0, 40\) or ignore_index, got 6 outside",
     ),
-    "negative ids": (
-        lambda h, w: linear_logprobs(h, w, torch.tensor([[0, -1]]).expand(6, 2)),
-        ValueError,
-        r"targets: expected ids in \[0, 40\)",
-    ),
-    "shape": (
-        lambda h, w: linear_logprobs(h, w, torch.zeros(5, 3, dtype=torch.int64)),
-        ValueError,
-        r"targets: expected shape \(6,\) \+ \(k,\)",
-    ),
-    "no ids": (
-        lambda h, w: linear_logprobs(h, w, torch.zeros(6, 0, dtype=torch.int64)),
-        ValueError,
-        "k >= 1",
-    ),
-    "entropy": (
-        lambda h, w: linear_logprobs(h, w, torch.zeros(6, 1, dtype=torch.int64), entropy="yes"),
-        ValueError,
-        "entropy: expected one of",
-    ),
-    "k above V": (lambda h, w: linear_topk(h, w, 41), ValueError, "k: expected at most the 40 ids"),
-    "k of 0": (lambda h, w: linear_topk(h, w, 0), ValueError, "k: expected at least 1"),
-    "k a float": (lambda h, w: linear_topk(h, w, 2.0), TypeError, "k: expected a whole number"),
-    "mask": (lambda h, w: linear_topk(h, w, 2, mask=torch.ones(5)), ValueError, "mask: expected shape"),
-    "option": (lambda h, w: linear_topk(h, w, 2, entropy=True), TypeError, "entropy"),
+    "negative ids": (of_ids(ZEROS - 1), r"ValueError: targets: expected ids in \[0, 40\)"),
+    "shape": (of_ids(ZEROS[1:]), r"ValueError: targets: expected shape \(6,\) \+ \(k,\)"),
+    "no ids": (of_ids(ZEROS[:, :0]), "ValueError: .*k >= 1"),
+    "entropy": (of_ids(ZEROS, entropy="yes"), "ValueError: entropy: expected one of"),
+    "k above V": (best(41), "ValueError: k: expected at most the 40 ids"),
+    "k of 0": (best(0), "ValueError: k: expected at least 1"),
+    "k a float": (best(2.0), "TypeError: k: expected a whole number"),
+    "mask": (best(2, mask=ZEROS[1:, 0]), "ValueError: mask: expected shape"),
+    "option": (best(2, entropy=True), "TypeError: .*entropy"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
     h, w, _, _ = operands((6,), 4, 40, torch.float32)
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
+    call, message = BAD[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
         call(h, w)
+    assert re.match(message, f"{caught.typename}: {caught.value}")
 
 
 # Two ranks with a shard each, one smaller than k.

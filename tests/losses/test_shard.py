@@ -1,15 +1,18 @@
 """Vocabulary-parallel heads: every rank of two or four has what one process with the whole head has."""
 
 import re
-import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from logitless import (
     BudgetWarning,
@@ -30,7 +33,7 @@ from logitless.losses.base import LogitsLoss
 from logitless.losses.distillation import NAMES
 from logitless.losses.logprobs import TokenStatistics
 from tests.ranks import device_type, here, on_devices, random
-from tests.support import AllocationWatcher
+from tests.support import AllocationWatcher, host_reads
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
 # A sharded LogitsLoss is not compiled, so that the whole one need not be either.
@@ -181,12 +184,7 @@ def everything() -> dict:
 
 
 def apart(rank: int, group, sizes, head) -> dict:
-    """What is no case of the table: ties, confident tokens, a tensor of other ways to name the group,
-    errors."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
+    """What is no case of the table: other names of the group, ties, confident tokens, errors."""
     ranks = len(sizes)
     mesh = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("tp",))
     # As a plan of tensor parallelism leaves a head.
@@ -231,41 +229,69 @@ def apart(rank: int, group, sizes, head) -> dict:
     found["depths"] = several_depths(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
     mine = distribute_tensor(head["weight"], mesh, [Shard(0)])
     found["depths of a DTensor"] = several_depths(lambda x: mine if x.dim() > 1 else None, tp_group="tp")
-    errors = {}
-    for name, attempt in {
-        "own": lambda: Own(tp_group=group),
-        "name": lambda: CrossEntropyLoss(tp_group="tensor")(head["hidden"], sharded, targets()),
-        "teacher": lambda: JSDLoss(tp_group=group)(
-            head["hidden"], cut(head["weight"], sizes, rank), **here(TEACHER)
+    x = SimpleNamespace(
+        **head, shard=cut(head["weight"], sizes, rank), sharded=sharded, group=group, rank=rank
+    )
+    return found | {"errors": {what: refusal(attempt, x) for what, (attempt, _) in BAD.items()}}
+
+
+def refusal(attempt: Callable, x: SimpleNamespace) -> str:
+    try:
+        attempt(x)
+        return "nothing"
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def on_shards(x: SimpleNamespace, ids: Tensor, *, compact=True, **given):
+    return CrossEntropyLoss(tp_group=x.group, compact=compact)(x.hidden, x.shard, ids, **given)
+
+
+# What is wrong, of what a rank has, and its error.
+BAD = {
+    "own": (lambda x: Own(tp_group=x.group), "tp_group: expected None for Own"),
+    "name": (
+        lambda x: CrossEntropyLoss(tp_group="tensor")(x.hidden, x.sharded, targets()),
+        "tp_group: expected a dimension of weight's device mesh",
+    ),
+    "teacher": (
+        lambda x: JSDLoss(tp_group=x.group)(x.hidden, x.shard, **here(TEACHER)),
+        "teacher_weight: expected",
+    ),
+    "whole teacher": (
+        lambda x: JSDLoss(tp_group="tp")(x.hidden, x.sharded, **here(TEACHER)),
+        "teacher_weight: expected a DTensor of 47 rows with tp_group, got a plain tensor",
+    ),
+    "whole reference": (
+        lambda x: DPOLoss(tp_group="tp")(
+            x.hidden, x.sharded, targets(), ref_hidden=x.hidden, ref_weight=x.weight
         ),
-        "whole teacher": lambda: JSDLoss(tp_group="tp")(head["hidden"], sharded, **here(TEACHER)),
-        "whole reference": lambda: DPOLoss(tp_group="tp")(
-            head["hidden"], sharded, targets(), ref_hidden=head["hidden"], ref_weight=head["weight"]
+        "ref_weight: expected a DTensor of 47 rows with tp_group, got a plain tensor",
+    ),
+    "whole Medusa heads": (
+        lambda x: MedusaLoss(tp_group="tp")(
+            x.hidden, medusa_heads(lambda whole: whole), targets(), base_weight=x.sharded
         ),
-        "whole Medusa heads": lambda: MedusaLoss(tp_group="tp")(
-            head["hidden"], medusa_heads(lambda x: x), targets(), base_weight=sharded
-        ),
-        "class_weights": lambda: CrossEntropyLoss(tp_group=group)(
-            head["hidden"], cut(head["weight"], sizes, rank), targets(), class_weights=torch.ones(V + 1)
-        ),
-        "target": lambda: CrossEntropyLoss(tp_group=group)(
-            head["hidden"], cut(head["weight"], sizes, rank), targets() + V
-        ),
-        "one target": lambda: CrossEntropyLoss(tp_group=group)(
-            head["hidden"], cut(head["weight"], sizes, rank), targets() + V * (rank == 1)
-        ),
-        "one target, all rows": lambda: CrossEntropyLoss(tp_group=group, compact=False)(
-            head["hidden"], cut(head["weight"], sizes, rank), targets() + V * (rank == 1)
-        ),
-    }.items():
-        if name == "one target, all rows" and device_type() == "cuda":
-            continue  # an assertion on the device, after which the process has no GPU any more
-        try:
-            attempt()
-            errors[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            errors[name] = str(error)
-    return found | {"errors": errors}
+        "head_0: expected .* rows on this rank, as base has, got 47; shard all",
+    ),
+    "class_weights": (
+        lambda x: on_shards(x, targets(), class_weights=torch.ones(V + 1)),
+        "class_weights: expected shape",
+    ),
+    "target": (
+        lambda x: on_shards(x, targets() + V),
+        r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on ranks 0, 1",
+    ),
+    "one target": (
+        lambda x: on_shards(x, targets() + V * (x.rank == 1)),
+        r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on rank 1[;:] ",
+    ),
+}
+if torch.cuda.device_count() < 2:  # there an assertion on the device ends a process's use of it
+    BAD["one target, all rows"] = (
+        lambda x: on_shards(x, targets() + V * (x.rank == 1), compact=False),
+        r"targets: expected ids in \[0, 47\)",
+    )
 
 
 def resized(group, rank: int, head) -> dict[str, dict]:
@@ -277,45 +303,14 @@ def resized(group, rank: int, head) -> dict[str, dict]:
         if weight.shape[0] != sizes[rank]:
             weight.data = cut(head["weight"][:rows], sizes, rank).clone()
         for time in ("", " again"):
-            hidden, reads = head["hidden"].clone().requires_grad_(), Reads()
-            with reads:
+            hidden = head["hidden"].clone().requires_grad_()
+            with host_reads() as reads:
                 out = CrossEntropyLoss(tp_group=group)(hidden, weight, targets() % (V - 5))
                 (d_hidden,) = torch.autograd.grad(out.loss, hidden)
-            this = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads.places}
+            this = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads}
             found[f"resized {name}{time}"] = this | {"shard": weight.detach().clone()}
             del out  # its graph holds the weight's shape
     return found
-
-
-class Reads(TorchDispatchMode):
-    """Where the host reads tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.places, self._tolist = [], torch.Tensor.tolist
-
-    def __enter__(self):
-        def counted(x):
-            torch.Tensor.tolist = self._tolist  # under a default device, a read calls itself again
-            self._note()
-            found = self._tolist(x)
-            torch.Tensor.tolist = counted
-            return found
-
-        torch.Tensor.tolist = counted
-        return super().__enter__()
-
-    def __exit__(self, *args):
-        torch.Tensor.tolist = self._tolist
-        return super().__exit__(*args)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self._note()
-        return func(*args, **(kwargs or {}))
-
-    def _note(self) -> None:
-        self.places.append("".join(traceback.format_stack(limit=6)))
 
 
 def watched(ranks: int) -> bool:
@@ -512,23 +507,7 @@ def test_divergences_stay_within_the_budget(ranks):
             assert 0.4 * 2**18 < peak <= limit, name
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    {
-        "own": "tp_group: expected None for Own",
-        "name": "tp_group: expected a dimension of weight's device mesh",
-        "teacher": "teacher_weight: expected",
-        "whole teacher": "teacher_weight: expected a DTensor of 47 rows with tp_group, got a plain tensor",
-        "whole reference": "ref_weight: expected a DTensor of 47 rows with tp_group, got a plain tensor",
-        "whole Medusa heads": "head_0: expected .* rows on this rank, as base has, got 47; shard all",
-        "class_weights": "class_weights: expected shape",
-        "target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on ranks 0, 1",
-        "one target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on rank 1[;:] ",
-        "one target, all rows": r"targets: expected ids in \[0, 47\)",
-    }.items(),
-)
-def test_bad_input(ranks, what, message):
-    if what == "one target, all rows" and torch.cuda.device_count() >= len(ranks):
-        pytest.skip("a device-side assertion ends the process's use of the GPU")
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(ranks, what):
     for rank in ranks:
-        assert re.search(message, rank["errors"][what]), rank["errors"][what]
+        assert re.search(BAD[what][1], rank["errors"][what]), rank["errors"][what]

@@ -35,7 +35,7 @@ def run(name: str, budget: int | None, rank: int | None = None, dtype=torch.floa
     """Loss, metrics and gradients of a case: of the whole heads, or of a rank's shards."""
     options, shape, given = CASES[name]
     w = World(draft=V, vocab=V, dtype=dtype, **shape)
-    common = 2 * w.normal(V, dtype=dtype)  # so that the best ids of some pairs agree
+    common = 4 * w.normal(V, dtype=dtype)  # so that the best ids of some pairs agree
     w.bias, w.teacher_bias = (w.bias.detach() + common).requires_grad_(), w.teacher_bias + common
     group = None if rank is None else dist.group.WORLD
     loss = SpeculatorLoss(logits_budget=budget, tp_group=group, **options)

@@ -143,18 +143,15 @@ def test_dpo_metrics_by_hand():
     )
 
 
-def test_accuracy_counts_wins_and_no_ties():
-    # The chosen log-ratio is the larger, the equal and the smaller one.
+def test_accuracies_by_hand():
+    # The chosen log-ratio is the larger, the equal and the smaller one: one win.
     hidden, targets = torch.zeros(6, 1, 1, dtype=torch.float64), torch.ones(6, 1, dtype=torch.int64)
     ref = torch.tensor([-2.0, -1.0, -1.0, -1.0, -1.0, -2.0])
-    assert values(reference.dpo(hidden, WEIGHT, targets, ref_logps=ref))[1]["rewards/accuracies"] == approx(
-        1 / 3
-    )
-
-
-def test_of_equal_logits_the_first_is_the_top():
+    _, metrics = values(reference.dpo(hidden, WEIGHT, targets, ref_logps=ref))
+    assert metrics["rewards/accuracies"] == approx(1 / 3)
+    # Of equal logits the first is the top.
     targets = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
-    metrics = values(reference.simpo(torch.zeros(2, 4, 1), WEIGHT.float(), targets))[1]
+    _, metrics = values(reference.simpo(torch.zeros(2, 4, 1), WEIGHT.float(), targets))
     assert metrics["mean_token_accuracy"] == 0.75
 
 
@@ -250,13 +247,6 @@ def test_orpo_of_prompt_and_completion():
     assert metrics["nll_loss"] == approx(BY_HAND["sft"])
 
 
-def test_two_pairs_of_orpo_by_hand():
-    # Odds of 3 against 1/3 and of 1/7 against 7.
-    log_odds = (math.log(9), math.log(1 / 49))
-    expected = SFT / 2 - BETA * (logsigma(log_odds[0]) + logsigma(log_odds[1])) / 2
-    assert two_pairs("orpo") == approx(expected)
-
-
 def cpo(**options) -> tuple[float, dict[str, float]]:
     return values(reference.cpo(HIDDEN, WEIGHT, TARGETS, beta=BETA, **options))
 
@@ -297,9 +287,12 @@ def test_cpo_by_hand(options, expected):
     assert cpo(**options, reduction="sum")[0] == approx(expected + 2 * BY_HAND["sft"])
 
 
-def test_two_pairs_of_cpo_by_hand():
-    expected = -(logsigma(BETA * LOG3) + logsigma(-BETA * LOG7)) / 2
-    assert two_pairs("cpo") == approx(expected + SFT / 2)
+def test_two_pairs_of_orpo_and_cpo_by_hand():
+    # Odds of 3 against 1/3 and of 1/7 against 7.
+    odds = logsigma(math.log(9)) + logsigma(math.log(1 / 49))
+    assert two_pairs("orpo") == approx(SFT / 2 - BETA * odds / 2)
+    margins = logsigma(BETA * LOG3) + logsigma(-BETA * LOG7)
+    assert two_pairs("cpo") == approx(SFT / 2 - margins / 2)
 
 
 OF_CPO = [

@@ -14,9 +14,9 @@ from logitless.models import activations, fit_activations
 from logitless.models.activations import KEY
 from logitless.trl_integration import apply_to, remove_from
 
+from .compare import adapted, options
 from .test_bad_trainers import made
-from .test_every_trainer import adapted, folder, step  # noqa: F401
-from .test_sft import options
+from .test_every_trainer import folder, step  # noqa: F401
 from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
 
 # The second model of some: it runs without gradients.

@@ -12,10 +12,10 @@ from logitless.trl_integration import apply_to
 from logitless.trl_integration.adapter import Adapter, Seam, any_loss, enable
 from logitless.trl_integration.versions import found_in_trl
 
+from .compare import options, stock
+from .kinds import preference_dataset
 from .test_every_trainer import folder, step  # noqa: F401
-from .test_log_prob_trainers import preference_dataset, stock, words
-from .test_sft import options
-from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
+from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer, words
 
 
 def t5() -> transformers.PreTrainedModel:

@@ -9,10 +9,10 @@ import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from tests.support import EngineCalls
 
+from .compare import options, unchanged
 from .kinds import ALL
 from .served import serve
-from .test_every_trainer import folder, step, unchanged  # noqa: F401
-from .test_sft import options
+from .test_every_trainer import folder, step  # noqa: F401
 from .tiny import assert_same_gradients, tiny_dataset, tiny_model, train
 
 COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}

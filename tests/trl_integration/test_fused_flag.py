@@ -13,9 +13,9 @@ from logitless.layers import fused_forwards
 from logitless.models import fuse_layers
 from logitless.trl_integration import apply_to
 
+from .compare import adapted, options
 from .test_bad_trainers import made
-from .test_every_trainer import adapted, folder, step  # noqa: F401
-from .test_sft import options
+from .test_every_trainer import folder, step  # noqa: F401
 from .tiny import VOCAB, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
 
 # The second model of each: GRPO runs with a KL penalty.

@@ -17,10 +17,10 @@ from logitless.trl_integration import apply_to
 from logitless.trl_integration.head import scored
 from logitless.trl_integration.per_token import per_token_score
 
-from .test_every_trainer import adapted, folder, step  # noqa: F401
+from .compare import adapted, options
+from .test_every_trainer import folder, step  # noqa: F401
 from .test_head import CHUNKED, IDS, LABELS
 from .test_several_trainers import assert_same_run
-from .test_sft import options
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer, train
 
 LOSS = {"use_chunked_loss": True, "logits_budget": 2**16}
