@@ -45,23 +45,29 @@ class Model(nn.Module):
         return self.loss(hidden, self.head.weight, targets, *extra, bias=self.head.bias)
 
 
-def ce_object(hidden, weight, targets, *, bias):
-    output = CrossEntropyLoss(label_smoothing=0.1, z_loss=0.1, logits_budget=BUDGET)(
-        hidden, weight, targets, bias=bias
-    )
+def ce_object(hidden, weight, targets, **given):
+    loss = CrossEntropyLoss(label_smoothing=0.1, z_loss=0.1, logits_budget=BUDGET)
+    output = loss(hidden, weight, targets, **given)
     return output.loss, *output.metrics.values()
 
 
-def ce_none(hidden, weight, targets, *, bias):
-    losses = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", logits_budget=BUDGET)
+def ce_none(*operands, **given):
+    losses = linear_cross_entropy(*operands, **given, reduction="none", logits_budget=BUDGET)
     return losses.square().sum(), losses
 
 
-def ce_shifted(hidden, weight, targets, *, bias):
+def ce_shifted(*operands, **given):
+    return (linear_cross_entropy(*operands, **given, shift=True, compact=False, logits_budget=BUDGET),)
+
+
+def ce_of_items(hidden, weight, targets, num_items, **given):
+    return ce_object(hidden, weight, targets, num_items=num_items, **given)
+
+
+def ce_weighted(hidden, weight, targets, class_weights, token_weights, **given):
+    loss = CrossEntropyLoss(dft=True, logits_budget=BUDGET)
     return (
-        linear_cross_entropy(
-            hidden, weight, targets, bias=bias, shift=True, compact=False, logits_budget=BUDGET
-        ),
+        loss(hidden, weight, targets, class_weights=class_weights, token_weights=token_weights, **given).loss,
     )
 
 
@@ -92,6 +98,14 @@ def assert_same_step(compiled: nn.Module, model: Model, *inputs: Tensor | int) -
 def compile_counted(model: Model) -> tuple[Callable, CompileCounterWithBackend]:
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(model, backend=counter, fullgraph=True), counter
+
+
+def assert_two_graphs(loss: Callable, batches: list[tuple]) -> None:
+    model = Model(loss)
+    compiled, counter = compile_counted(model)
+    for inputs in batches:
+        assert_same_step(compiled, model, *inputs)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("loss", [ce_object, ce_none, ce_shifted])
@@ -200,11 +214,18 @@ def test_the_lengths_give_one_to_twenty_chunks():
 
 
 def test_two_graphs_serve_every_batch_of_sequences():
-    model = Model(ce_shifted)
-    compiled, counter = compile_counted(model)
-    for shape in [(2, 12), (3, 20), (4, 33), (2, 50), (5, 7)]:
-        assert_same_step(compiled, model, *batch(*shape))
-    assert counter.frame_count <= 2
+    assert_two_graphs(ce_shifted, [batch(*shape) for shape in [(2, 12), (3, 20), (4, 33), (2, 50), (5, 7)]])
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, int], ids=["tensor", "int"])
+def test_num_items_does_not_recompile(kind):
+    assert_two_graphs(ce_of_items, [(*batch(40), kind(num_items)) for num_items in (5, 11, 17, 23)])
+
+
+def test_token_and_class_weights_compile():
+    weights = torch.linspace(0.5, 2, VOCAB)
+    batches = [(*batch(length), weights, torch.linspace(0, 2, length)) for length in (24, 40, 157)]
+    assert_two_graphs(ce_weighted, batches)
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "no_grad"])
@@ -215,40 +236,6 @@ def test_a_model_without_gradients_compiles(trainable):
         for length in (24, 40, 157):
             inputs = batch(length)
             torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-6)
-    assert counter.frame_count <= 2
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, int], ids=["tensor", "int"])
-def test_num_items_does_not_recompile(kind):
-    def loss(hidden, weight, targets, num_items, *, bias):
-        return (
-            linear_cross_entropy(
-                hidden, weight, targets, bias=bias, num_items=num_items, logits_budget=BUDGET
-            ),
-        )
-
-    model = Model(loss)
-    compiled, counter = compile_counted(model)
-    for num_items in (5, 11, 17, 23):
-        assert_same_step(compiled, model, *batch(40), kind(num_items))
-    assert counter.frame_count <= 2
-
-
-def test_token_and_class_weights_compile():
-    def loss(hidden, weight, targets, class_weights, token_weights, *, bias):
-        options = {
-            "class_weights": class_weights,
-            "token_weights": token_weights,
-            "dft": True,
-            "logits_budget": BUDGET,
-        }
-        return (linear_cross_entropy(hidden, weight, targets, bias=bias, **options),)
-
-    model = Model(loss)
-    compiled, counter = compile_counted(model)
-    for length in (24, 40, 157):
-        extra = torch.linspace(0.5, 2, VOCAB), torch.linspace(0, 2, length)
-        assert_same_step(compiled, model, *batch(length), *extra)
     assert counter.frame_count <= 2
 
 

@@ -32,7 +32,7 @@ from logitless import (
     global_num_items,
 )
 from logitless.losses.base import LinearLoss
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, here, on_devices, random
 from tests.support import uncompiled
 
 pytestmark = pytest.mark.ranks
@@ -67,12 +67,6 @@ SLICED = (
     "token_advantages",
     "token_importance_weights",
 )
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu"
-    )
 
 
 def labels(seed: int = 3) -> Tensor:
@@ -281,27 +275,53 @@ def everything() -> dict:
     return found
 
 
+LOCAL = "position_ids: expected each token's position in its whole sequence"
+# A call, its wrong inputs on a rank with `length` tokens of each sequence, and the error of every rank.
+BAD = {
+    "no positions": ("own", lambda rank, length: {"position_ids": None}, LOCAL),
+    "local positions": (
+        "dpo, ld_alpha",
+        lambda rank, length: {"position_ids": torch.arange(length).expand(B, -1)},
+        LOCAL + ".*got some of them twice; count through the sequence",
+    ),
+    "target": (
+        "dapo",
+        lambda rank, length: {"targets": labels()[:, :length] + V * (rank == 1)},
+        r"targets: expected ids in \[0, 23\).*, got \d+ outside on rank 1[;:] ",
+    ),
+    # Over NCCL it asserts on the device, after which the process has no GPU any more.
+    "target, all rows": (
+        "dpo",
+        lambda rank, length: {"targets": labels()[:, :length] + V * (rank == 1)},
+        r"targets: expected ids in \[0, 23\)",
+    ),
+    # On four ranks one with a token of each sequence takes them for its tokens'.
+    "column": (
+        "dapo",
+        lambda rank, length: {"advantages": ROLLOUT["advantages"][:, None]},
+        "advantages: expected targets' shape",
+    ),
+}
+
+
 def errors(rank: int) -> dict[str, str]:
-    """What is wrong on every rank, in words."""
-    group, slices, found = dist.group.WORLD, SLICES[dist.get_world_size()]["uneven"], {}
-    for name, call, inputs in (
-        ("own", "own", {"position_ids": None}),
-        ("local", "dpo, ld_alpha", {"position_ids": torch.arange(len(slices[rank])).expand(B, -1)}),
-        ("target", "dapo", {"targets": TARGETS["some"][:, : len(slices[rank])] + V * (rank == 1)}),
-        ("target, all rows", "dpo", {"targets": TARGETS["some"][:, : len(slices[rank])] + V * (rank == 1)}),
-        ("column", "dapo", {"advantages": ROLLOUT["advantages"][:, None]}),
-    ):
-        if name == "column" and len(slices) > 2:
-            continue  # there a rank with one token of each sequence takes them for its tokens'
-        if name == "target, all rows" and device_type() == "cuda":
-            continue  # an assertion on the device, after which the process has no GPU any more
-        loss, given = call_of(call, "some", slices, rank)
-        given |= here(inputs)
-        try:
-            run(replace(loss, cp_group=group, compact="all rows" not in name), given, "all")
-        except (ValueError, RuntimeError) as error:
-            found[name] = str(error)
+    """What is said on a rank."""
+    slices, found = SLICES[dist.get_world_size()]["uneven"], {}
+    for what, (name, wrong, _) in BAD.items():
+        if is_possible(what, len(slices)):
+            loss, inputs = call_of(name, "some", slices, rank)
+            inputs |= here(wrong(rank, len(slices[rank])))
+            try:
+                run(replace(loss, cp_group=dist.group.WORLD, compact="all rows" not in what), inputs, "all")
+            except (ValueError, RuntimeError) as error:
+                found[what] = str(error)
     return found
+
+
+def is_possible(what: str, ranks: int) -> bool:
+    if what == "target, all rows":
+        return torch.cuda.device_count() < ranks
+    return what != "column" or ranks == 2
 
 
 @pytest.fixture(scope="module", params=list(SLICES), ids=lambda ranks: f"{ranks} ranks")
@@ -329,13 +349,6 @@ def assert_equal(
             parts[0], x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{what}: {name}: {m}"
         )
         assert not name.startswith("d_") or x.norm() > 0
-
-
-def flat(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Packed tokens in rows again."""
-    return {
-        name: x.view(B, -1, *x.shape[1:]) if name.startswith("token ") else x for name, x in found.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -395,25 +408,11 @@ def test_other_losses_refuse(make):
         make(cp_group="cp")
 
 
-def test_a_bad_target_on_one_rank(ranks):
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_wrong_is_said_on_every_rank(ranks, what):
     for rank in ranks:
-        found = rank["errors"]
-        assert re.match(
-            r"targets: expected ids in \[0, 23\).*, got \d+ outside on rank 1[;:] ", found["target"]
-        )
-        over_nccl = torch.cuda.device_count() >= len(ranks)  # there it asserts on the device
-        assert ("target, all rows" in found) != over_nccl
-        if not over_nccl:
-            assert found["target, all rows"].startswith("targets: expected ids in [0, 23)")
-
-
-def test_bad_positions(ranks):
-    for rank in ranks:
-        found = rank["errors"]
-        assert found["own"].startswith("position_ids: expected each token's position in its whole sequence")
-        assert found["local"].startswith("position_ids: expected each token's position in its whole sequence")
-        assert "got some of them twice; count through the sequence" in found["local"]
-        assert len(ranks) > 2 or found["column"].startswith("advantages: expected targets' shape")
+        if is_possible(what, len(ranks)):
+            assert re.match(BAD[what][2], rank["errors"][what], re.DOTALL), rank["errors"][what]
 
 
 def test_bad_input(monkeypatch):

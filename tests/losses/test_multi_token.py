@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from logitless import MedusaHeads, MedusaLoss, MultiTokenLoss
-from logitless.engine import projection
 from tests.cases import covering_array
-from tests.support import DEVICE, AllocationWatcher, relative_error
+from tests.support import DEVICE, AllocationWatcher, GemmCounter, relative_error
 
 H, V = 12, 150
 ROW = V * 8
@@ -18,7 +17,7 @@ SCRATCH = 6 * 8 * 2**10
 def problem(packed: bool, *, seed=0, dtype=torch.float64):
     generator = torch.Generator(DEVICE).manual_seed(seed)
     lengths = [9, 2, 14, 1, 7] if packed else [8] * 4
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    starts = torch.tensor([0, *lengths]).cumsum(0)
     shape = (sum(lengths),) if packed else (4, 8)
     random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
     targets = torch.randint(0, V, shape, generator=generator)
@@ -57,10 +56,6 @@ def plain_loss(terms, targets, starts, num_items=None, **options):
     return total, losses, hits
 
 
-def every_start(targets, starts, packed):
-    return starts if packed else torch.arange(0, targets.numel() + 1, targets.shape[1])
-
-
 MEDUSA = {
     "packed": [False, True],
     "layers": [0, 1, 2],
@@ -82,11 +77,8 @@ def test_medusa(case):
     random, shape, targets, starts, options = problem(packed)
     heads = heads_of(3, layers, shared, random)
     hidden, weight, bias = (
-        random(*shape, H).requires_grad_(stage == 2),
-        random(V, H).requires_grad_(stage == 2),
-        random(V),
+        x.requires_grad_(stage == 2) for x in (random(*shape, H), random(V, H), random(V))
     )
-    bias.requires_grad_(stage == 2)
     trained = [x for x in (hidden, weight, bias, *heads.parameters()) if x.requires_grad]
     coefficients = (0.9, 0.5, 0.3) if layers else None
     loss = MedusaLoss(
@@ -100,13 +92,10 @@ def test_medusa(case):
 
     terms = [] if stage == 1 else [(0.7, hidden, weight, bias, 1)]
     for k in range(3):
+        coefficient = (coefficients or (1.0, 0.8, 0.64))[k]
         projection = weight if shared else heads.projection(k)
-        terms.append(
-            ((coefficients or (1.0, 0.8, 0.64))[k], heads.blocks(k)(hidden), projection, None, k + 2)
-        )
-    truth, losses, hits = plain_loss(
-        terms, targets, every_start(targets, starts, packed), num_items, label_smoothing=0.1
-    )
+        terms.append((coefficient, heads.blocks(k)(hidden), projection, None, k + 2))
+    truth, losses, hits = plain_loss(terms, targets, starts, num_items, label_smoothing=0.1)
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
     ours = torch.autograd.grad(3.0 * out.loss, trained, retain_graph=True)
     theirs = torch.autograd.grad(3.0 * truth, trained)
@@ -186,10 +175,8 @@ def test_sequences_shorter_than_the_offset_contribute_nothing():
     targets = torch.randint(0, V, (2, 2))
     out = MedusaLoss()(hidden, heads, targets, base_weight=base)
     assert out.metrics["head_0/loss"] == 0 and out.metrics["base/loss"] > 0
-    assert (
-        relative_error(out.loss.detach(), F.cross_entropy(hidden[:, 0] @ base.T, targets[:, 1]).detach())
-        < 1e-5
-    )
+    truth = F.cross_entropy(hidden[:, 0] @ base.T, targets[:, 1])
+    assert relative_error(out.loss.detach(), truth.detach()) < 1e-5
     out.loss.backward()
     assert hidden.grad.isfinite().all() and not hidden.grad[:, 1].any()
 
@@ -209,7 +196,7 @@ def test_isolated_depths_see_the_head_as_a_constant(packed, rows, first):
     # The labels of a head with offset k are k positions ahead.
     terms = [(first, hiddens[0], weight, bias, 1)]
     terms += [(coefficients[k], hiddens[k], weight.detach(), bias.detach(), k + 1) for k in (1, 2)]
-    truth, _, _ = plain_loss(terms, targets, every_start(targets, starts, packed))
+    truth, _, _ = plain_loss(terms, targets, starts)
     trained = [x for x, used in zip((*hiddens, weight, bias), (first, 1, 1, first, first)) if used]
     ours = torch.autograd.grad(out.loss, trained)
     theirs = torch.autograd.grad(truth, trained)
@@ -219,30 +206,26 @@ def test_isolated_depths_see_the_head_as_a_constant(packed, rows, first):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_products_of_isolated_depths(isolated, monkeypatch):
+def test_products_of_isolated_depths(isolated):
     """3 + 2 (S - 1) products in the place of 3 S."""
-    counted = []
-    for name in ("project", "hidden_gradient"):
-        original = getattr(projection, name)
-        monkeypatch.setattr(
-            projection, name, lambda *given, f=original, n=name: (counted.append(n), f(*given))[1]
-        )
-    original = projection.Projection.accumulate
-    monkeypatch.setattr(
-        projection.Projection,
-        "accumulate",
-        staticmethod(
-            lambda *given, **options: (counted.append("accumulate"), original(*given, **options))[1]
-        ),
-    )
-    random, shape, targets, _, _ = problem(False, seed=5, dtype=torch.float32)
+    random, shape, _, _, _ = problem(False, seed=5, dtype=torch.float32)
+    targets = torch.zeros(shape, dtype=torch.int64)
     hiddens, weight = [random(*shape, H).requires_grad_() for _ in range(4)], random(V, H).requires_grad_()
-    MultiTokenLoss(isolated=isolated)(hiddens, weight, targets).loss.backward()
-    assert len(counted) == (3 + 2 * 3 if isolated else 3 * 4)
+    with GemmCounter(4, V, H) as counter:  # of one position of all sequences
+        MultiTokenLoss(isolated=isolated)(hiddens, weight, targets).loss.backward()
+    first, *others = (7, 6, 5, 4)
+    assert counter.gemms == 3 * first + (2 if isolated else 3) * sum(others)
 
 
-def call(loss, **base):
-    return loss(torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long(), **base)
+def medusa(rows=V, **options):
+    base = torch.zeros(rows, H) if rows else None
+    operands = torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long()
+    return MedusaLoss(**options)(*operands, base_weight=base)
+
+
+def multi_token(depths, **options):
+    hiddens = [torch.zeros(1, 4, H)] * depths
+    return MultiTokenLoss(**options)(hiddens, torch.zeros(V, H), torch.zeros(1, 4).long())
 
 
 BAD = {
@@ -252,27 +235,13 @@ BAD = {
         lambda: MedusaHeads(H, V, 1).start_from(torch.zeros(V + 1, H)),
         "weight: expected the base head",
     ),
-    "coefficients": (
-        lambda: call(MedusaLoss(coefficients=(1.0,)), base_weight=torch.zeros(V, H)),
-        "coefficients: expected 2 numbers",
-    ),
-    "no base": (lambda: call(MedusaLoss()), "base_weight: expected the base head"),
-    "vocabulary": (
-        lambda: call(MedusaLoss(), base_weight=torch.zeros(V + 1, H)),
-        f"base_weight: expected {V} rows",
-    ),
+    "coefficients": (lambda: medusa(coefficients=(1.0,)), "coefficients: expected 2 numbers"),
+    "no base": (lambda: medusa(rows=0), "base_weight: expected the base head"),
+    "vocabulary": (lambda: medusa(rows=V + 1), f"base_weight: expected {V} rows"),
     "reduction": (lambda: MedusaLoss(reduction="none"), "reduction: expected 'mean' or 'sum'"),
     "log-probabilities": (lambda: MedusaLoss(return_logps=True), "return_logps: expected False"),
-    "no hidden states": (
-        lambda: MultiTokenLoss()([], torch.zeros(V, H), torch.zeros(1, 4).long()),
-        "hiddens: expected at least one",
-    ),
-    "depths": (
-        lambda: MultiTokenLoss(coefficients=(1.0,))(
-            [torch.zeros(1, 4, H)] * 2, torch.zeros(V, H), torch.zeros(1, 4).long()
-        ),
-        "coefficients: expected 2 numbers",
-    ),
+    "no hidden states": (lambda: multi_token(0), "hiddens: expected at least one"),
+    "depths": (lambda: multi_token(2, coefficients=(1.0,)), "coefficients: expected 2 numbers"),
 }
 
 

@@ -296,16 +296,13 @@ def test_a_frozen_head_and_head_modules():
     w = World(dtype=torch.float32)
     head, verifier = torch.nn.Linear(H, w.draft), torch.nn.Linear(HV, w.vocab)
     given = {"teacher_hidden": w.teacher_hidden, "draft_ids": w.draft_ids}
-    by_module = SpeculatorLoss()(w.hiddens, head, teacher_weight=verifier, **given)
+    by_module = SpeculatorLoss()(w.hiddens, head, teacher_weight=verifier, **given).loss
     given |= {"teacher_weight": verifier.weight, "teacher_bias": verifier.bias}
-    by_tensor = SpeculatorLoss()(w.hiddens, head.weight.detach(), bias=head.bias.detach(), **given)
-    assert torch.equal(by_module.loss, by_tensor.loss)
-    ours = torch.autograd.grad(by_module.loss, w.hiddens)
-    assert all(torch.equal(a, b) for a, b in zip(ours, torch.autograd.grad(by_tensor.loss, w.hiddens)))
-    by_module = SpeculatorLoss()(
-        w.hiddens, head, teacher_hidden=w.teacher_hidden, teacher_weight=verifier, draft_ids=w.draft_ids
-    )
-    by_module.loss.backward()
+    by_tensor = SpeculatorLoss()(w.hiddens, head.weight.detach(), bias=head.bias.detach(), **given).loss
+    assert torch.equal(by_module, by_tensor)
+    theirs = torch.autograd.grad(by_tensor, w.hiddens)
+    by_module.backward()
+    assert all(torch.equal(x.grad, gradient) for x, gradient in zip(w.hiddens, theirs, strict=True))
     assert head.weight.grad.any() and head.bias.grad.any() and verifier.weight.grad is None
 
 
@@ -414,62 +411,42 @@ def test_memory_is_the_budget(divergence, steps, teacher_softmax):
     assert watch.peak <= limit, (watch.peak, limit)
 
 
+THIRD = torch.tensor([3], device=DEVICE)
+# An argument, what is wrong with it, and what is said.
 FAULTS = {
-    "draft_ids outside": (
-        {"draft_ids": lambda x: x.index_fill(0, torch.tensor([3]), 64)},
-        r"draft_ids: expected ids in \[0, 64\), got 1 outside",
+    "id outside": ("draft_ids", lambda x: x.index_fill(0, THIRD, 64), r"ids in \[0, 64\), got 1 outside"),
+    "id twice": ("draft_ids", lambda x: x.index_copy(0, THIRD, x[:1]), "different ids, got 1 repeated"),
+    "no ids": ("draft_ids", lambda x: None, "the verifier's id of each of the 40 rows"),
+    "shape of ids": ("draft_ids", lambda x: x[:-1], "integers of shape"),
+    "dtype of ids": ("draft_ids", lambda x: x.float(), "integers of shape"),
+    "target outside": (
+        "targets",
+        lambda x: x.index_fill(1, THIRD, 64),
+        r"ids in \[0, 64\) or ignore_index, got others in 6 pairs",
     ),
-    "draft_ids twice": (
-        {"draft_ids": lambda x: x.index_copy(0, torch.tensor([3]), x[:1])},
-        "draft_ids: expected different ids, got 1 repeated",
-    ),
-    "targets outside": (
-        {"targets": lambda x: x.clone().index_fill_(1, torch.tensor([3]), 64)},
-        r"targets: expected ids in \[0, 64\) or ignore_index, got others in 6 pairs",
-    ),
-    "mask of twos": ({"mask": lambda x: x.long() * 2}, "mask: expected 0 and 1"),
-    "starts outside": (
-        {"starts": lambda x: x.index_fill(1, torch.tensor([3]), 7)},
-        "starts: expected positions in their sequence",
-    ),
-    "starts below": (
-        {"starts": lambda x: x.index_fill(1, torch.tensor([3]), -2)},
-        "starts: expected positions in their sequence",
-    ),
-    "starts twice": (
-        {"starts": lambda x: x.index_copy(1, torch.tensor([3]), x[:, :1])},
-        "starts: expected each position at most once",
-    ),
-    "boundaries": ({"cu_seqlens": lambda x: x.flip(0)}, "cu_seqlens: expected non-decreasing boundaries"),
-    "draft_ids missing": (
-        {"draft_ids": lambda x: None},
-        "draft_ids: expected the verifier's id of each of the 40 rows",
-    ),
-    "draft_ids shape": ({"draft_ids": lambda x: x[:-1]}, "draft_ids: expected integers of shape"),
-    "draft_ids dtype": ({"draft_ids": lambda x: x.float()}, "draft_ids: expected integers of shape"),
-    "teacher positions": ({"teacher_hidden": lambda x: x[:, :-1]}, "teacher_hidden: expected shape"),
-    "targets shape": ({"targets": lambda x: x[:, :-1]}, "targets: expected shape"),
-    "mask shape": ({"mask": lambda x: x[:, :-1]}, "mask: expected shape"),
-    "starts shape": ({"starts": lambda x: x[:, :-1]}, "starts: expected integers of shape"),
-    "no steps": ({"hiddens": lambda x: []}, "hiddens: expected at least one step"),
-    "steps of two shapes": (
-        {"hiddens": lambda x: [x[0], x[1][:, :-1]]},
-        "hiddens: expected tensors of one shape",
-    ),
+    "shape of targets": ("targets", lambda x: x[:, :-1], "shape"),
+    "mask of twos": ("mask", lambda x: x.long() * 2, "0 and 1"),
+    "shape of mask": ("mask", lambda x: x[:, :-1], "shape"),
+    "start outside": ("starts", lambda x: x.index_fill(1, THIRD, 7), "positions in their sequence"),
+    "start below": ("starts", lambda x: x.index_fill(1, THIRD, -2), "positions in their sequence"),
+    "start twice": ("starts", lambda x: x.index_copy(1, THIRD, x[:, :1]), "each position at most once"),
+    "shape of starts": ("starts", lambda x: x[:, :-1], "integers of shape"),
+    "falling boundaries": ("cu_seqlens", lambda x: x.flip(0), "non-decreasing boundaries"),
+    "positions of the verifier": ("teacher_hidden", lambda x: x[:, :-1], "shape"),
+    "no steps": ("hiddens", lambda x: [], "at least one step"),
+    "steps of two shapes": ("hiddens", lambda x: [x[0], x[1][:, :-1]], "tensors of one shape"),
 }
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_faults(what):
-    changes, text = FAULTS[what]
-    w = World(dtype=torch.float32, blocks="starts" in changes, packed="cu_seqlens" in changes)
-    given = call_of(w, hiddens=w.hiddens, targets=w.targets, mask=w.mask, **w.packing)
-    if w.starts is not None:
-        given["starts"] = w.starts
-    changed = given | {name: change(given[name]) for name, change in changes.items()}
-    hiddens, targets = changed.pop("hiddens"), changed.pop("targets")
-    with pytest.raises(ValueError, match=text):
-        SpeculatorLoss()(hiddens, w.weight, targets, **changed)
+    name, change, expected = FAULTS[what]
+    w = World(dtype=torch.float32, blocks=name == "starts", packed=name == "cu_seqlens")
+    given = call_of(w, hiddens=w.hiddens, targets=w.targets, mask=w.mask, starts=w.starts, **w.packing)
+    given[name] = change(given[name])
+    hiddens, targets = given.pop("hiddens"), given.pop("targets")
+    with pytest.raises(ValueError, match=f"^{name}: expected {expected}"):
+        SpeculatorLoss()(hiddens, w.weight, targets, **given)
 
 
 BAD_OPTIONS = {
@@ -533,15 +510,9 @@ def test_check(divergence):
 def test_estimate_is_the_plan(reduction):
     w = World(dtype=torch.float32)
     loss = SpeculatorLoss(reduction=reduction, logits_budget=100_000)
-    given = {"teacher_hidden": w.teacher_hidden, "teacher_weight": w.teacher_weight, "draft_ids": w.draft_ids}
-    out = loss(w.hiddens, w.weight, **given)
-    sizes = {
-        "tokens": 21,
-        "hidden_size": H,
-        "vocab_size": 40,
-        "teacher_vocab_size": 64,
-        "teacher_hidden_size": HV,
-    }
+    out = loss(w.hiddens, w.weight, **call_of(w, bias=None))
+    sizes = {"tokens": 21, "hidden_size": H, "vocab_size": 40}
+    sizes |= {"teacher_vocab_size": 64, "teacher_hidden_size": HV}
     found = estimate(loss, sequences=3, steps=3, dtype=torch.float32, device=DEVICE.type, **sizes)
     assert found.plan == out.plan and found.products == (3 if reduction == "mean" else 4)
     # 3 sequences of 7: rows 1 to 5 of the verifier, for 5 + 4 + 3 pairs.

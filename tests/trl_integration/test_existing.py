@@ -8,9 +8,9 @@ import trl
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
-from .test_log_prob_trainers import preference_dataset, words
-from .test_sft import options
-from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
+from .compare import options
+from .kinds import preference_dataset
+from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer, words
 
 
 def gradients(model, **inputs):
