@@ -106,15 +106,6 @@ def test_a_trainer_that_is_not_covered_is_refused_by_name():
             adapter_of(cls)
 
 
-def test_a_pair_that_is_not_there_is_refused_by_name():
-    with pytest.raises(
-        ImportError, match="RewardTrainer: expected .* of A2PO, .*, got RewardTrainer; train it"
-    ):
-        from logitless.trl_integration import RewardTrainer  # noqa: F401
-    with pytest.raises(ValueError, match="^trainer: expected a transformers.Trainer.*patch_model"):
-        apply_to(tiny_model())
-
-
 def test_data_parallel_is_refused(tmp_path):
     """`Trainer` wraps the model in it where one process sees several GPUs. TRL's own trainers refuse that
     themselves, these not."""

@@ -118,13 +118,6 @@ def test_bad_options(tmp_path, changes, error, message):
         SFTConfig(**options(tmp_path, **{"use_chunked_loss": True, **changes}))
 
 
-def test_a_loss_of_logits_is_refused(tmp_path):
-    args = SFTConfig(**options(tmp_path, use_chunked_loss=True))
-    given = {"args": args, "train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    with pytest.raises(ValueError, match="compute_loss_func: expected None"), pytest.warns(FutureWarning):
-        SFTTrainer(tiny_model(), compute_loss_func=lambda outputs, labels, num_items_in_batch: 0.0, **given)
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
