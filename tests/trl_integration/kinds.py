@@ -12,8 +12,8 @@ import transformers
 from accelerate import DistributedType, PartialState
 from datasets import Dataset
 
-from .compare import RTOL, STEPS
-from .tiny import VOCAB, tiny_dataset, tiny_model, words
+from .compare import RTOL, STEPS, options, stock, unchanged
+from .tiny import VOCAB, Run, tiny_dataset, tiny_model, train, words
 
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO", "GKD", "Distillation")
 
@@ -166,6 +166,22 @@ def needs(kind: str, folder: Path) -> tuple[Dataset, dict[str, Any], dict[str, A
 def tolerance(kind: str) -> float:
     """Of two runs' numbers, relative."""
     return 1e-3 if kind in LOOSER else RTOL
+
+
+def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more) -> Run:
+    """One step of the stock pair, or of another, `wrap` made to the model and `change` to the trainer."""
+    dataset, settings, given = needs(kind, folder)
+    torch.manual_seed(0)
+    model = wrap(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"))
+    config, trainer = config or stock(f"{kind}Config"), trainer or stock(f"{kind}Trainer")
+
+    def build(*args, **kwargs):
+        made = trainer(*args, **kwargs)
+        change(made)
+        return made
+
+    args = config(**options(folder / "out", **settings | {"max_steps": 1} | more))
+    return train(build, args, model, dataset, tokenizer=words(), **given)
 
 
 def for_ranks(kind: str) -> dict[str, Any]:

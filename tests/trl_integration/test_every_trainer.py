@@ -5,42 +5,16 @@ import logging
 
 import pytest
 import torch
-import transformers
 import trl
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from logitless.trl_integration.pairs import ADAPTERS
 
-from .compare import adapted, options, stock, unchanged
-from .kinds import ALL, needs
+from .compare import adapted, stock
+from .kinds import ALL, step
 from .served import serve
-from .tiny import Run, assert_same_gradients, tiny_model, train, words
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("every")
-    tiny_model().save_pretrained(path / "model")
-    words().save_pretrained(path / "model")
-    return path
-
-
-def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more) -> Run:
-    """One step of the stock pair, or of another, `wrap` made to the model and `change` to the trainer."""
-    dataset, settings, given = needs(kind, folder)
-    torch.manual_seed(0)
-    model = wrap(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"))
-    config, trainer = config or stock(f"{kind}Config"), trainer or stock(f"{kind}Trainer")
-
-    def build(*args, **kwargs):
-        made = trainer(*args, **kwargs)
-        change(made)
-        return made
-
-    args = config(**options(folder / "out", **settings | {"max_steps": 1} | more))
-    return train(build, args, model, dataset, tokenizer=words(), **given)
-
+from .tiny import assert_same_gradients
 
 # The last loss of these recomputes the logits in its backward pass; SDPO's has no gradient.
 RECOMPUTED = ("DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO", "GMPO", "OnlineDPO", "A2PO", "SDFT")

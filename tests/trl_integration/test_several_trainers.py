@@ -21,14 +21,6 @@ from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tok
 BUDGET = {"use_chunked_loss": True, "logits_budget": 2**16}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("several")
-    tiny_model().save_pretrained(path / "model")
-    words().save_pretrained(path / "model")
-    return path
-
-
 def run(kind, model, folder, *, flag, reference=None, **more) -> Run:
     """One step of the pair with the flag, or of TRL's without."""
     dataset, settings, given = needs(kind, folder)
