@@ -48,7 +48,7 @@ OLD_TRL := 1.15.0
 OLD_TRANSFORMERS := 4.57.6
 test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=$(VENV)/trl-$(OLD_TRL) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/trl_integration/test_versions.py \
-	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_log_prob_trainers.py
+	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_parity.py
 	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
 	    tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
 

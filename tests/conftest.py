@@ -48,7 +48,7 @@ def spare_the_collector() -> None:
     """Takes what is there, nearly half a million objects, out of later garbage collections.
 
     Accelerate collects several times per training run, which took 11 of 25 s of
-    test_self_distillation_trainers.py, and 3 of 18 so.
+    trainers' tests, and 3 of 18 so.
     """
     gc.collect()
     gc.freeze()

@@ -42,18 +42,17 @@ PACKED = PADDED | {
     "empty sequences": Case([0, 4, 0, 3, 2, 0], [1, 4, 8]),
     "all but one empty": Case([0, 0, 0, 5, 0, 0], [2]),
 }
-FORMS = [("padded", name) for name in PADDED] + [("packed", name) for name in PACKED]
 ROLES = {"single": 1, "pairs": 2, "triples": 3, "everything": 6}
 # Where every row of packed sequences is walked, lengths stay on the device: one group of all.
 GROUPED = {
     f"{form}, {name}, {group}, {'compact' if compact else 'every row'}": (form, name, roles, compact)
-    for form, name in FORMS
+    for form, cases in (("padded", PADDED), ("packed", PACKED))
+    for name in cases
     for group, roles in ROLES.items()
     for compact in (True, False)
     if form == "padded" or compact or roles == 6
 }
 
-forms = pytest.mark.parametrize(("form", "name"), FORMS, ids=[", ".join(form) for form in FORMS])
 groups_of_sequences = pytest.mark.parametrize(
     ("form", "name", "roles", "compact"), GROUPED.values(), ids=GROUPED
 )
@@ -123,19 +122,6 @@ def test_sequences_of_a_slice_of_groups(form, name, roles, compact):
 
 
 @both
-@forms
-def test_sequences_that_only_count(form, name, compact):
-    """A loss of tokens that asks for sequences keeps the call's order and has no groups."""
-    case = (PADDED if form == "padded" else PACKED)[name]
-    rows = select(case, Grouping(6, 1, grouped=False), form, compact)
-    flat = [p for p in range(case.tokens) if case.supervised[p] or not compact]
-    assert rows.count == len(flat) and positions(rows, case) == flat
-    assert rows.group_sizes is None
-    assert int(rows.tokens) == sum(case.supervised)
-    assert int(rows.chosen_tokens) == sum(case.supervised[: case.boundaries[3]])
-
-
-@both
 @pytest.mark.parametrize("ignored", [[], [0, 3], [1, 2, 4], list(range(5))], ids=str)
 def test_tokens_that_stand_alone(ignored, compact):
     case = Case([5], ignored)
@@ -178,16 +164,6 @@ def fault(count: int, argument: str = "targets") -> Fault:
     return Fault(torch.tensor(count), argument, "ids below 7", "{count} others", "mask them")
 
 
-@pytest.mark.parametrize("grouping", [Grouping(), Grouping(2, 1, True), Grouping(2, 2, True)], ids=str)
-def test_a_fault_is_raised_with_its_text(grouping):
-    case = Case([2, 2], [1])
-    with pytest.raises(ValueError, match=r"^targets: expected ids below 7, got 3 others; mask them\.$"):
-        select(case, grouping, "padded", True, (fault(0, "weights"), fault(3)))
-    with pytest.raises(ValueError, match="^first: "):
-        select(case, grouping, "packed", True, (fault(1, "first"), fault(3, "second")))
-    assert select(case, grouping, "packed", True, (fault(0), fault(0))).count == 3
-
-
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("grouping", [Grouping(), Grouping(4, 1, True), Grouping(4, 2, True)], ids=str)
 def test_a_fault_that_marks_tokens(grouping, form):
@@ -196,9 +172,11 @@ def test_a_fault_that_marks_tokens(grouping, form):
     marks, plain = fault(0)._replace(count=marked), fault(0, "weights")
     with pytest.raises(ValueError, match=r"^targets: expected ids below 7, got 3 others; mask them\.$"):
         select(case, grouping, form, True, (marks, plain))
-    with pytest.raises(ValueError, match=r"^weights: expected ids below 7, got 2 others; mask them\.$"):
-        select(case, grouping, form, True, (marks._replace(count=marked & False), fault(2, "weights")))
-    rows = select(case, grouping, form, True, (marks._replace(count=marked & False), plain))
+    right = marks._replace(count=marked & False)
+    for faults in ((right, fault(2, "weights")), (fault(0), fault(2, "weights"), fault(3, "second"))):
+        with pytest.raises(ValueError, match=r"^weights: expected ids below 7, got 2 others; mask them\.$"):
+            select(case, grouping, form, True, faults)
+    rows = select(case, grouping, form, True, (right, plain))
     wanted = select(case, grouping, form, True)
     assert rows.count == wanted.count == 6 and rows.group_sizes == wanted.group_sizes
     assert (rows.tokens, rows.chosen_tokens) == (wanted.tokens, wanted.chosen_tokens)

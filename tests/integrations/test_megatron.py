@@ -1,7 +1,9 @@
 """Megatron-core: `output_processor` against full logits, and in GPTModel itself."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -69,14 +71,18 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
         assert_close(found[name], x, tolerance, name=name)
 
 
+def processed(hidden: Tensor, layer: nn.Module, labels: Tensor | None, **more: Any) -> Tensor:
+    given = {"output_weight": None, "config": config()} | more
+    return output_processor(hidden_states=hidden, output_layer=layer, labels=labels, **given)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("use_mup", [False, True])
 def test_losses_and_gradients(tied, use_mup):
     hidden, weight, labels, upstream = operands()
     layer = ColumnParallelLinear(None if tied else weight, ALONE)
     shared = nn.Parameter(weight) if tied else None
-    given = {"output_layer": layer, "output_weight": shared, "labels": labels}
-    losses = output_processor(hidden_states=hidden, config=config(use_mup=use_mup), **given)
+    losses = processed(hidden, layer, labels, output_weight=shared, config=config(use_mup=use_mup))
     assert losses.shape == (B, S) and (losses[labels == -100] == 0).all()
     (losses * upstream).sum().backward()
     found = {"losses": losses, "hidden": hidden.grad, "weight": (shared if tied else layer.weight).grad}
@@ -86,8 +92,7 @@ def test_losses_and_gradients(tied, use_mup):
 def test_bf16():
     hidden, weight, labels, upstream = operands(torch.bfloat16)
     layer = ColumnParallelLinear(weight, ALONE)
-    given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
-    losses = output_processor(hidden_states=hidden, **given)
+    losses = processed(hidden, layer, labels)
     (losses * upstream).sum().backward()
     assert losses.dtype == torch.float32 and layer.weight.grad.dtype == torch.bfloat16
     check({"losses": losses, "hidden": hidden.grad, "weight": layer.weight.grad}, truth(), 8e-3)
@@ -95,26 +100,22 @@ def test_bf16():
 
 def test_options():
     hidden, weight, labels, _ = operands()
-    given = {"output_layer": ColumnParallelLinear(weight, ALONE), "output_weight": None, "labels": labels}
-    given |= {"hidden_states": hidden, "config": config()}
-    plain = output_processor(**given)
+    call = functools.partial(processed, hidden, ColumnParallelLinear(weight, ALONE), labels)
+    plain = call()
     context = {"logits_budget": 2**20, "compact": False, "z_loss": 1e-2}
     lse = (hidden.transpose(0, 1) @ weight.T).logsumexp(-1)
     expected = torch.where(labels == -100, 0, plain + 1e-2 * lse.square())
-    torch.testing.assert_close(output_processor(context=context, **given), expected)
+    torch.testing.assert_close(call(context=context), expected)
     with pytest.raises(TypeError, match="^context: expected None or a mapping of options .*, got int"):
-        output_processor(context=5, **given)
+        call(context=5)
     with pytest.raises(TypeError, match="surprise"):
-        output_processor(context={"surprise": 1}, **given)
+        call(context={"surprise": 1})
 
 
 def test_without_labels_the_layer_runs_as_it_is():
     hidden, weight, _, _ = operands()
     layer = ColumnParallelLinear(weight, ALONE)
-    given = {"output_layer": layer, "output_weight": None, "labels": None, "config": config()}
-    logits = output_processor(
-        hidden_states=hidden, scale_logits=lambda x: 2 * x, runtime_gather_output=True, **given
-    )
+    logits = processed(hidden, layer, None, scale_logits=lambda x: 2 * x, runtime_gather_output=True)
     assert torch.equal(logits, 2 * (hidden @ weight.T).transpose(0, 1))
 
 
@@ -127,8 +128,7 @@ def test_a_weight_that_is_still_being_gathered():
         layer.weight.data.copy_(weight)
 
     layer.register_forward_pre_hook(wait)
-    given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
-    losses = output_processor(hidden_states=hidden, **given)
+    losses = processed(hidden, layer, labels)
     assert_close(losses, truth()["losses"], 1e-6, name="losses")
     assert type(layer) is ColumnParallelLinear
 
@@ -159,8 +159,7 @@ def test_main_gradients(fused, marked):
     layer = ColumnParallelLinear(weight, ALONE)
     layer.gradient_accumulation_fusion = fused
     main = hooked(layer.weight)
-    given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
-    losses = output_processor(hidden_states=hidden, **given)
+    losses = processed(hidden, layer, labels)
     layer.weight.grad_added_to_main_grad = marked
     (losses * upstream).sum().backward()
     assert layer.weight.grad is None and layer.weight.grad_added_to_main_grad is fused
@@ -175,8 +174,7 @@ def test_the_main_gradient_of_a_tied_embedding():
     shared.zero_out_wgrad = True
     layer = ColumnParallelLinear(None, ALONE)
     layer.gradient_accumulation_fusion = True
-    given = {"output_layer": layer, "output_weight": shared, "labels": labels, "config": config()}
-    losses = output_processor(hidden_states=hidden, **given)
+    losses = processed(hidden, layer, labels, output_weight=shared)
     ((losses * upstream).sum() + 2 * shared[5].sum()).backward()
     expected = truth()["weight"]
     expected[5] += 2
@@ -198,9 +196,9 @@ class Linear(ColumnParallelLinear):
 )
 def test_refused(change, message):
     hidden, weight, labels, _ = operands()
-    given = {"output_layer": ColumnParallelLinear(weight, ALONE), "labels": labels, "config": config()}
+    given = {"hidden_states": hidden, "output_layer": ColumnParallelLinear(weight, ALONE), "labels": labels}
     with pytest.raises(ValueError, match=message):
-        output_processor(**{"hidden_states": hidden, "output_weight": None, **given, **change})
+        output_processor(**given | {"output_weight": None, "config": config()} | change)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +213,8 @@ def test_refused_layers(name, value, message):
     hidden, weight, labels, _ = operands()
     layer = ColumnParallelLinear(weight, ALONE)
     setattr(layer.weight if name == "__fsdp_param__" else layer, name, value)
-    given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
     with pytest.raises(ValueError, match=message):
-        output_processor(hidden_states=hidden, **given)
+        processed(hidden, layer, labels)
 
 
 def test_one_line_is_logged(caplog):
@@ -227,14 +224,13 @@ def test_one_line_is_logged(caplog):
     module._announce_once.cache_clear()
     with caplog.at_level("INFO", "logitless"):
         for _ in range(2):
-            given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
-            output_processor(hidden_states=hidden, context=context, **given)
+            processed(hidden, layer, labels, context=context)
     (record,) = caplog.records
     replaced = "logits and cross-entropy of GPTModel replaced, logits_budget 1 GiB"
     assert record.message == f"logitless: Megatron-core's {replaced}"
     module._announce_once.cache_clear()
     with another_version():
-        output_processor(hidden_states=hidden, **given)
+        processed(hidden, layer, labels)
 
 
 def on_a_rank(sequence_parallel: bool) -> dict[str, Tensor]:
@@ -244,8 +240,7 @@ def on_a_rank(sequence_parallel: bool) -> dict[str, Tensor]:
     layer = ColumnParallelLinear(own, group, sequence_parallel=sequence_parallel)
     leaf = hidden.detach().chunk(group.size())[group.rank()] if sequence_parallel else hidden.detach()
     leaf = leaf.clone().requires_grad_()
-    given = {"output_layer": layer, "output_weight": None, "labels": labels, "config": config()}
-    losses = output_processor(hidden_states=leaf, **given)
+    losses = processed(leaf, layer, labels)
     (losses * upstream).sum().backward()
     return {"losses": losses.detach(), "hidden": leaf.grad, "weight": layer.weight.grad}
 

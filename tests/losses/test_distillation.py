@@ -123,6 +123,17 @@ def test_ids_that_both_biases_rule_out_are_not_there(divergence):
     assert not head.grad[[2, 5]].any()
 
 
+@pytest.mark.parametrize("ignore_index", [0, 1, 7])
+def test_every_token_counts_without_targets(ignore_index):
+    """An id stands for the target that is not there, whatever `ignore_index` is."""
+    operands = random(6, 4), random(9, 4, seed=4)
+    teacher = {"teacher_hidden": random(6, 3, seed=5), "teacher_weight": random(9, 3, seed=6)}
+    found, expected = (
+        DistillationLoss(ignore_index=index)(*operands, **teacher).loss for index in (ignore_index, -100)
+    )
+    assert found == expected > 0
+
+
 @pytest.mark.parametrize("trainable, products", [(True, 3), (False, 2)], ids=["trainable", "frozen head"])
 def test_products(trainable, products):
     """Three products of the student, two with a frozen head, and the teacher's one: no gradient reaches

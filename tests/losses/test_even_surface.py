@@ -1,4 +1,4 @@
-"""What losses take alike: a mask, single tokens, references, names of the clip range, predictions."""
+"""What losses take alike: single tokens, references, names of the clip range, predictions."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from logitless import (
     linear_topk,
 )
 from tests.losses import every_loss
-from tests.losses.every_loss import B, H, V
+from tests.losses.every_loss import B, V
 from tests.support import DEVICE, AllocationWatcher
 
 T = 7
@@ -207,17 +207,7 @@ def test_nothing_is_handed_out_unasked():
         MedusaLoss(return_predictions=True)
 
 
-# -- heads as modules
-
-
-def test_a_head_as_a_module_for_several_ids():
-    x = every_loss.given(T)
-    head = nn.Linear(H, V, device=DEVICE)
-    apart = head.weight, x.topk_ids
-    ours = linear_logprobs(x.hidden, head, x.topk_ids)
-    assert torch.equal(ours.logps, linear_logprobs(x.hidden, *apart, bias=head.bias).logps)
-    best = linear_topk(x.hidden, head, 3)
-    assert torch.equal(best.ids, linear_topk(x.hidden, head.weight, 3, bias=head.bias).ids)
+# -- inputs
 
 
 def test_an_input_that_is_not_declared():

@@ -99,15 +99,7 @@ def test_kl_of_unrelated_completions(shift, packed, given, compact):
 
 
 @pytest.mark.parametrize(
-    "kl",
-    [
-        -0.7,
-        torch.tensor(-0.7, device="cpu"),
-        torch.tensor([-3], device="cpu"),
-        0.7,
-        torch.tensor(0.7, dtype=torch.float64, device="cpu"),
-        0,
-    ],
+    "kl", [-0.7, torch.tensor([-3], device="cpu"), torch.tensor(0.7, dtype=torch.float64, device="cpu"), 0]
 )
 def test_a_given_kl_is_clamped_at_0(kl):
     """As `kl.clamp(min=0)` in TRL's KTOTrainer."""

@@ -16,11 +16,9 @@ from logitless.trl_integration import apply_to
 from tests.random.calls import Case
 from tests.random.known import unknown
 from tests.random.search import REPEATED, search
+from tests.trl_integration.compare import adapted, options, stock
 from tests.trl_integration.kinds import needs
-from tests.trl_integration.test_every_trainer import adapted
-from tests.trl_integration.test_log_prob_trainers import stock, words
-from tests.trl_integration.test_sft import options
-from tests.trl_integration.tiny import Run, assert_same_gradients, tiny_model, train
+from tests.trl_integration.tiny import Run, assert_same_gradients, tiny_model, train, words
 
 RTOL = 1e-3
 BATCHES = {"gradient_accumulation_steps": (2,), "per_device_train_batch_size": (1, 2)}

@@ -75,13 +75,9 @@ def test_a_loss_whose_terms_cancel_passes():
     assert report.ok, report
 
 
-def test_the_numbers_of_tokens_may_be_asked_for():
-    report = checked("DPO", return_logps=True)
-    assert report.ok, report
-
-
-def test_every_row_may_be_walked():
-    report = checked("DPO", compact=False)
+@pytest.mark.parametrize("options", [{"return_logps": True}, {"compact": False}], ids="-".join)
+def test_the_numbers_of_tokens_and_every_row_may_be_asked_for(options):
+    report = checked("DPO", **options)
     assert report.ok, report
 
 

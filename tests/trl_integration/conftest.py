@@ -1,6 +1,7 @@
 """What the tests of TRL's trainers share. They run on the CPU, where the numbers of two runs agree."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from tests import support
 
 pytest.importorskip("trl")
+
+from .tiny import tiny_model, words  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +25,12 @@ def calls() -> Iterator[SimpleNamespace]:
     """`calls.number`: how often a loss that is trained on has gone through the engine."""
     with support.eager_calls() as calls:
         yield calls
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With a model and its tokenizer."""
+    path = tmp_path_factory.mktemp("trainers")
+    tiny_model().save_pretrained(path / "model")
+    words().save_pretrained(path / "model")
+    return path

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .tiny import tiny_model
+from .tiny import VOCAB, tiny_model
 
 
 class Client:
     """`trl.generation.vllm_client.VLLMClient`, as far as teachers are asked."""
 
-    missing = False
+    missing, vocab_size = False, VOCAB
 
     def __init__(self, *args, **kwargs):
-        self.teacher = tiny_model(hidden_size=48)
+        self.teacher = tiny_model(hidden_size=48, vocab_size=self.vocab_size)
 
     @torch.no_grad()
     def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature) -> dict[str, list]:
@@ -52,12 +52,12 @@ class Generation:
         return ids.tolist()
 
 
-def serve(monkeypatch, *, missing: bool = False) -> SimpleNamespace:
+def serve(monkeypatch, *, missing: bool = False, vocab_size: int = VOCAB) -> SimpleNamespace:
     """Puts the stand-ins in the place of TRL's clients; with `missing` the server does not know the sampled
     tokens."""
     from trl.generation import vllm_client, vllm_generation
 
-    client = type("Client", (Client,), {"missing": missing})
+    client = type("Client", (Client,), {"missing": missing, "vocab_size": vocab_size})
     monkeypatch.setattr(vllm_client, "VLLMClient", client)
     monkeypatch.setattr(vllm_generation, "VLLMGeneration", Generation)
     return SimpleNamespace(client=client, generation=Generation)

@@ -14,9 +14,9 @@ from logitless.models import activations, fit_activations
 from logitless.models.activations import KEY
 from logitless.trl_integration import apply_to, remove_from
 
+from .compare import adapted, options
+from .kinds import step
 from .test_bad_trainers import made
-from .test_every_trainer import adapted, folder, step  # noqa: F401
-from .test_sft import options
 from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
 
 # The second model of some: it runs without gradients.
@@ -26,7 +26,7 @@ PLENTY = 10**9
 BOTH = {"use_chunked_loss": True, "logits_budget": 2**14, "use_fused_layers": True}
 
 
-def flagged(kind: str, folder, budget: int | str, **more) -> Run:  # noqa: F811
+def flagged(kind: str, folder, budget: int | str, **more) -> Run:
     pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
     return step(kind, folder, activation_budget=budget, **pair, **STEPS | more)
 
@@ -59,7 +59,7 @@ def part(plans: list) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_stock_trainer(folder, plans, kind):  # noqa: F811
+def test_gradients_are_those_of_the_stock_trainer(folder, plans, kind):
     """Bit for bit, whatever gradient_checkpointing says; beside both flags to rounding."""
     theirs = step(kind, folder, **STEPS)
     all_kept = flagged(kind, folder, PLENTY, gradient_checkpointing=True)
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_the_stock_trainer(folder, plans, kind):  # noqa:
 
 
 @pytest.mark.parametrize("dtype", [{"bf16": True}, {}], ids=["bf16", "fp32"])
-def test_lora_with_dropout(folder, plans, dtype):  # noqa: F811
+def test_lora_with_dropout(folder, plans, dtype):
     def wrap(model):
         return adapted(model, lora_dropout=0.1)
 
@@ -89,7 +89,7 @@ def test_lora_with_dropout(folder, plans, dtype):  # noqa: F811
     assert_equal_gradients(flagged("SFT", folder, part(plans), **given), theirs)
 
 
-def test_the_log_line(folder, caplog):  # noqa: F811
+def test_the_log_line(folder, caplog):
     with caplog.at_level(logging.INFO, "logitless"):
         run = flagged("SFT", folder, "1GB")
     lines = [x.message for x in caplog.records if "activation budget" in x.message]

@@ -9,19 +9,10 @@ import logitless.trl_integration as ours
 from logitless.models import head_of
 from logitless.trl_integration import patch_model
 
-from .test_distillation_trainers import teacher
+from .compare import assert_same, options, side_by_side
+from .kinds import kto_dataset, preference_dataset, prompt_dataset, reward, teacher
 from .test_existing import gradients
-from .test_log_prob_trainers import (
-    assert_same,
-    kto_dataset,
-    preference_dataset,
-    prompt_dataset,
-    reward,
-    side_by_side,
-    words,
-)
-from .test_sft import options
-from .tiny import VOCAB, tiny_dataset, tiny_model
+from .tiny import VOCAB, tiny_dataset, tiny_model, words
 
 IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
 INPUTS = {

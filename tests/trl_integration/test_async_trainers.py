@@ -21,13 +21,14 @@ import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from tests.support import AllocationWatcher
 
-from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, stock, words
-from .test_sft import options
-from .tiny import SIZES, VOCAB, tiny_model
+from .compare import assert_same, options, side_by_side, stock
+from .kinds import prompt_dataset
+from .tiny import SIZES, VOCAB, tiny_model, words
 
 # New in TRL 1.16. The attention of TRL 1.15 cannot be exchanged on a CPU.
 packing = pytest.importorskip("trl.experimental.async_grpo.packing")
 TOP_K = 5
+LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def tokens(number: int) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
@@ -137,7 +138,9 @@ def no_server_and_no_gpu(monkeypatch):
     )
 
 
-def both(tmp_path, kind, make, *, peft_config=None, **changes):
+def both(tmp_path, kind, make, *, lora=None, **changes):
+    """`lora` says that the model is adapted."""
+    peft_config = None if lora is None else LORA
     trainer = {"rollout_worker": Worker(make), "weight_transfer": NO_TRANSFER, "peft_config": peft_config}
     changes = {"token_budget": 0, "dtype": "float32", "per_device_train_batch_size": 4} | changes
     # These trainers load the model themselves.
@@ -154,67 +157,42 @@ def both(tmp_path, kind, make, *, peft_config=None, **changes):
     return runs
 
 
-def compared(tmp_path, kind, make, *, strategies, **changes):
-    runs = both(tmp_path, kind, make, **changes)
-    assert_same(*runs, strategies=strategies)
-    return runs
-
-
-LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-
-@pytest.mark.parametrize(
-    "changes, strategies",
-    [
-        ({}, {"recompute"}),
-        ({"temperature": 0.7, "epsilon_high": 0.28, "gradient_accumulation_steps": 2}, {"recompute"}),
-        ({"token_budget": 40, "peft_config": LORA}, {"cached_grad"}),
+EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}, "teacher_top_k": TOP_K}
+ROWS = {
+    "AsyncGRPO": [
+        {},
+        {"temperature": 0.7, "epsilon_high": 0.28, "gradient_accumulation_steps": 2},
+        {"token_budget": 40, "lora": {}},
+        {"family": "mixtral", "router_aux_loss_coef": 0.1},
     ],
-    ids=["default", "temperature", "lora"],
-)
-def test_async_grpo(tmp_path, changes, strategies):
-    runs = compared(tmp_path, "AsyncGRPO", grpo_sample, strategies=strategies, **changes)
+    "AsyncDistillation": [
+        {"beta": 0.0, "family": "gemma2"},
+        {"beta": 0.5, "gradient_accumulation_steps": 2, "teacher_temperature": 1.5, "family": "granite"},
+        {"beta": 1.0},
+        {"beta": 0.0, "add_tail_bucket": False},
+        {"beta": 0.0, "token_budget": 40, "lora": {}},
+        {"beta": 0.5, "teacher_server_urls": {"math": "http://math", "code": "http://code"}},
+    ],
+}
+
+
+@pytest.mark.parametrize("changes", ROWS["AsyncGRPO"])
+def test_async_grpo(tmp_path, changes):
+    runs = both(tmp_path, "AsyncGRPO", grpo_sample, **changes)
+    assert_same(*runs)
+    assert set(runs[1].strategies) == {"cached_grad" if "lora" in changes else "recompute"}
     assert {"kl", "entropy", "clip_ratio/region_mean", "ratio"} <= runs[1].logs[0].keys()
 
 
-def test_async_grpo_with_a_router_loss(tmp_path):
-    compared(
-        tmp_path,
-        "AsyncGRPO",
-        grpo_sample,
-        strategies={"recompute"},
-        family="mixtral",
-        router_aux_loss_coef=0.1,
-    )
-
-
-EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}, "teacher_top_k": TOP_K}
-BOTH = {"teacher_server_urls": {"math": "http://math", "code": "http://code"}}
-
-
-@pytest.mark.parametrize(
-    "changes, strategies",
-    [
-        ({"beta": 0.0}, {"fused"}),
-        ({"beta": 0.5, "gradient_accumulation_steps": 2, "teacher_temperature": 1.5}, {"fused"}),
-        ({"beta": 1.0}, {"fused"}),
-        # Adam would turn the rounding error of tokens outside the candidates, whose gradient is 0, into
-        # steps.
-        ({"beta": 0.0, "add_tail_bucket": False, "optim": "sgd"}, {"fused"}),
-        ({"beta": 0.0, "token_budget": 40, "peft_config": LORA}, {"fused"}),
-        ({"beta": 0.5, **BOTH}, {"recompute"}),
-        ({"beta": 0.0, "family": "gemma2"}, {"fused"}),
-        ({"beta": 0.0, "family": "granite"}, {"fused"}),
-    ],
-    ids=["forward", "jsd", "reverse", "renormalized", "lora", "teachers", "gemma2", "granite"],
-)
-def test_async_distillation(tmp_path, changes, strategies):
-    runs = compared(
-        tmp_path, "AsyncDistillation", distillation_sample, strategies=strategies, **EAGER | changes
-    )
+@pytest.mark.parametrize("changes", ROWS["AsyncDistillation"])
+def test_async_distillation(tmp_path, changes):
+    runs = both(tmp_path, "AsyncDistillation", distillation_sample, **EAGER | changes)
+    assert_same(*runs)
+    served = "teacher_server_urls" in changes
+    assert set(runs[1].strategies) == {"recompute" if served else "fused"}
     teachers = {"teacher_token_frac/math", "teacher_jsd/code", "teacher_entropy/math"}
     assert {"jsd", "entropy", "teacher_entropy"} <= runs[1].logs[0].keys()
-    assert ("teacher_server_urls" in changes) == (teachers <= runs[1].logs[0].keys())
+    assert served == (teachers <= runs[1].logs[0].keys())
 
 
 def test_async_distillation_without_a_word_from_the_teacher(tmp_path):

@@ -12,10 +12,9 @@ from logitless.trl_integration import apply_to
 from logitless.trl_integration.adapter import Adapter, Seam, any_loss, enable
 from logitless.trl_integration.versions import found_in_trl
 
-from .test_every_trainer import folder, step  # noqa: F401
-from .test_log_prob_trainers import preference_dataset, stock, words
-from .test_sft import options
-from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
+from .compare import options, stock
+from .kinds import preference_dataset, step
+from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer, words
 
 
 def t5() -> transformers.PreTrainedModel:
@@ -113,7 +112,7 @@ def emptied(head: torch.nn.Linear) -> None:
     empty()
 
 
-def test_gkd_s_teacher_with_an_emptied_head(folder):  # noqa: F811
+def test_gkd_s_teacher_with_an_emptied_head(folder):
     found = []
 
     def change(trainer):

@@ -9,17 +9,16 @@ import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from tests.support import EngineCalls
 
-from .kinds import ALL
+from .compare import options, unchanged
+from .kinds import ALL, step
 from .served import serve
-from .test_every_trainer import folder, step, unchanged  # noqa: F401
-from .test_sft import options
 from .tiny import assert_same_gradients, tiny_dataset, tiny_model, train
 
 COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}
 
 
 @pytest.mark.parametrize("kind", COMPILED)
-def test_compiled_model(folder, kind):  # noqa: F811
+def test_compiled_model(folder, kind):
     """The passes are operators of the graph, one each; picked logits are read outside of it."""
     given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     theirs, seen = step(kind, folder), EngineCalls()
@@ -64,7 +63,7 @@ def liger(model, config) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SFT", "ORPO"])
-def test_liger_s_layers_without_its_loss(folder, monkeypatch, kind):  # noqa: F811
+def test_liger_s_layers_without_its_loss(folder, monkeypatch, kind):
     """`use_liger_kernel=True`, without its package: what it does is above."""
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", liger)
     without = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
@@ -86,7 +85,7 @@ def scaled(trainer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SFT", "ORPO"])
-def test_grad_scaler(folder, kind):  # noqa: F811
+def test_grad_scaler(folder, kind):
     def both(trainer):
         scaled(trainer)
         apply_to(trainer)
@@ -97,7 +96,7 @@ def test_grad_scaler(folder, kind):  # noqa: F811
     assert_same_gradients(runs[0], runs[2], rtol=1e-4)
 
 
-def test_activation_offloading_leaves_the_losss_own_tensors(folder):  # noqa: F811
+def test_activation_offloading_leaves_the_losss_own_tensors(folder):
     """TRL's context copies what is saved to the CPU: the head's gradient must not be among it."""
     packed: list[torch.Size] = []
 
@@ -117,7 +116,7 @@ def test_activation_offloading_leaves_the_losss_own_tensors(folder):  # noqa: F8
     assert packed.count(head) == 0, packed
 
 
-def test_a_resumed_run(folder, tmp_path):  # noqa: F811
+def test_a_resumed_run(folder, tmp_path):
     settings = {
         "max_steps": 2,
         "save_strategy": "steps",
@@ -137,7 +136,7 @@ def test_a_resumed_run(folder, tmp_path):  # noqa: F811
         torch.testing.assert_close(again.gradients[0][name], grad)
 
 
-def test_dpo_reference_that_follows_the_policy(folder):  # noqa: F811
+def test_dpo_reference_that_follows_the_policy(folder):
     settings = {
         "sync_ref_model": True,
         "ref_model_sync_steps": 1,
@@ -160,7 +159,7 @@ PREDICTING = [kind for kind in ALL if kind not in ("OnlineDPO", "A2PO")]
 
 
 @pytest.mark.parametrize("kind", PREDICTING)
-def test_evaluation_and_predictions(folder, monkeypatch, kind):  # noqa: F811
+def test_evaluation_and_predictions(folder, monkeypatch, kind):
     """The evaluation loss without logits, and what is predicted, where stock predicts: its own logits."""
     serve(monkeypatch)
     found = []

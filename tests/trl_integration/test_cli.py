@@ -11,8 +11,8 @@ import yaml
 import logitless.trl_integration as ours
 from logitless.trl_integration.__main__ import COMMANDS, main
 
-from .test_log_prob_trainers import text, words
-from .tiny import tiny_model
+from .kinds import text
+from .tiny import tiny_model, words
 
 
 def files(tmp_path, rows: list[dict]) -> dict:

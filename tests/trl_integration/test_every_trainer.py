@@ -3,55 +3,22 @@ of every parameter in one step. And each notices a TRL that computes its loss el
 
 import logging
 
-import peft
 import pytest
 import torch
-import transformers
 import trl
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from logitless.trl_integration.pairs import ADAPTERS
 
-from .kinds import ALL, needs
+from .compare import adapted, stock
+from .kinds import ALL, step
 from .served import serve
-from .test_log_prob_trainers import stock, words
-from .test_sft import options
-from .tiny import Run, assert_same_gradients, tiny_model, train
+from .tiny import assert_same_gradients
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("every")
-    tiny_model().save_pretrained(path / "model")
-    words().save_pretrained(path / "model")
-    return path
-
-
-def unchanged(x):
-    return x
-
-
-def adapted(model, **more):
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **more)
-    return peft.get_peft_model(model, config)
-
-
-def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more) -> Run:
-    """One step of the stock pair, or of another, `wrap` made to the model and `change` to the trainer."""
-    dataset, settings, given = needs(kind, folder)
-    torch.manual_seed(0)
-    model = wrap(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"))
-    config, trainer = config or stock(f"{kind}Config"), trainer or stock(f"{kind}Trainer")
-
-    def build(*args, **kwargs):
-        made = trainer(*args, **kwargs)
-        change(made)
-        return made
-
-    args = config(**options(folder / "out", **settings | {"max_steps": 1} | more))
-    return train(build, args, model, dataset, tokenizer=words(), **given)
+# The last loss of these recomputes the logits in its backward pass; SDPO's has no gradient.
+RECOMPUTED = ("DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO", "GMPO", "OnlineDPO", "A2PO", "SDFT")
+PRODUCTS = dict.fromkeys((*RECOMPUTED, "ServerDistillation"), 4) | {"SDPO": 1}
 
 
 def test_all_twenty_are_here():
@@ -77,7 +44,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     assert calls.number > 0
     (line,) = [record.message for record in caplog.records if record.name == "logitless.trl_integration"]
     assert line.startswith(f"{kind}Trainer: ") and " projected tokens in " in line
-    assert has_products(kind, line, 3) or has_products(kind, line, 4)
+    assert f", {PRODUCTS.get(kind, 3)} product" in line
     assert ("head checked at step 1" in line) is (kind != "Distillation")
     trainer, before, undo = undone[0]
     assert type(trainer) is stock(f"{kind}Trainer")
@@ -89,11 +56,6 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     assert isinstance(logits, torch.Tensor)
 
 
-def has_products(kind: str, line: str, number: int) -> bool:
-    """SDPO's last loss has no tokens here, and so no products."""
-    return f", {number} products; " in line or (kind == "SDPO" and ": 0 projected tokens in " in line)
-
-
 @pytest.mark.parametrize("kind", ALL)
 def test_under_lora(folder, monkeypatch, kind):
     """The pair with the flag on; the head is frozen, and nothing of its size is kept."""
@@ -103,7 +65,8 @@ def test_under_lora(folder, monkeypatch, kind):
     mine = step(kind, folder, wrap=adapted, use_chunked_loss=True, logits_budget=2**14, **pair)
     assert_same_gradients(theirs, mine, rtol=1e-3)
     assert set(mine.gradients[0]) == {name for name in theirs.gradients[0] if "lora_" in name}
-    assert has_products(kind, mine.trainer.chunked_loss.describe(), 2)
+    products = 1 if kind == "SDPO" else 2
+    assert f", {products} product" in mine.trainer.chunked_loss.describe()
 
 
 def unused(trainer) -> None:

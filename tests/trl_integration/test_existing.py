@@ -8,9 +8,9 @@ import trl
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
-from .test_log_prob_trainers import preference_dataset, words
-from .test_sft import options
-from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
+from .compare import options
+from .kinds import preference_dataset
+from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer, words
 
 
 def gradients(model, **inputs):
@@ -104,15 +104,6 @@ def test_a_trainer_that_is_not_covered_is_refused_by_name():
             ValueError, match="trainer: expected one of TRL's DPO, KTO.* SFT, .*got " + cls.__name__
         ):
             adapter_of(cls)
-
-
-def test_a_pair_that_is_not_there_is_refused_by_name():
-    with pytest.raises(
-        ImportError, match="RewardTrainer: expected .* of A2PO, .*, got RewardTrainer; train it"
-    ):
-        from logitless.trl_integration import RewardTrainer  # noqa: F401
-    with pytest.raises(ValueError, match="^trainer: expected a transformers.Trainer.*patch_model"):
-        apply_to(tiny_model())
 
 
 def test_data_parallel_is_refused(tmp_path):

@@ -13,9 +13,9 @@ from logitless.layers import fused_forwards
 from logitless.models import fuse_layers
 from logitless.trl_integration import apply_to
 
+from .compare import adapted, options
+from .kinds import step
 from .test_bad_trainers import made
-from .test_every_trainer import adapted, folder, step  # noqa: F401
-from .test_sft import options
 from .tiny import VOCAB, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
 
 # The second model of each: GRPO runs with a KL penalty.
@@ -34,7 +34,7 @@ def models_of(trainer) -> dict:
     return {name: x for name in names if (x := getattr(trainer, name, None)) is not None}
 
 
-def flagged(kind: str, folder, **more):  # noqa: F811
+def flagged(kind: str, folder, **more):
     pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
     return step(kind, folder, use_fused_layers=True, **pair, **more)
 
@@ -60,7 +60,7 @@ def runs(monkeypatch) -> set:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):  # noqa: F811
+def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):
     """The gradient of each parameter is the stock trainer's."""
     theirs = step(kind, folder)
     assert not runs and not any(map(fused, models_of(theirs.trainer).values()))
@@ -82,7 +82,7 @@ def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):
     assert " products; " in line and line.endswith(f"; {said}") and len(lines()) == 2
 
 
-def test_sft_fused_layers_off(folder, runs):  # noqa: F811
+def test_sft_fused_layers_off(folder, runs):
     pair = {"config": ours.SFTConfig, "trainer": ours.SFTTrainer}
     theirs, off = step("SFT", folder), step("SFT", folder, **pair, **BOTH)
     assert not runs and not fused(off.trainer.model) and "fused_layers" not in vars(off.trainer)
@@ -93,7 +93,7 @@ def test_sft_fused_layers_off(folder, runs):  # noqa: F811
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
-def test_sft_fused_layers_under_lora(folder, runs, loss):  # noqa: F811
+def test_sft_fused_layers_under_lora(folder, runs, loss):
     """Checkpointed, with norms that PEFT trains whole: which run as a copy that `modules_to_save` wraps."""
 
     def wrap(model):
@@ -204,7 +204,7 @@ def test_a_compiled_model_is_said_to_run_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
-def test_models_that_accelerate_has_prepared(folder, runs, loss):  # noqa: F811
+def test_models_that_accelerate_has_prepared(folder, runs, loss):
     """For bf16, with a forward pass of its own on each: the reference always is, the policy once it has been
     trained."""
     trainer = step("DPO", folder, bf16=True).trainer

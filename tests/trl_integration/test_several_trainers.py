@@ -14,21 +14,11 @@ from logitless.exchange import STATES
 from logitless.trl_integration import apply_to, remove_from
 from logitless.trl_integration.forwards import forwards_of
 
+from .compare import adapted, options, stock, unchanged
 from .kinds import needs
-from .test_every_trainer import adapted, unchanged
-from .test_log_prob_trainers import stock, words
-from .test_sft import options
-from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer, train
+from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer, train, words
 
 BUDGET = {"use_chunked_loss": True, "logits_budget": 2**16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("several")
-    tiny_model().save_pretrained(path / "model")
-    words().save_pretrained(path / "model")
-    return path
 
 
 def run(kind, model, folder, *, flag, reference=None, **more) -> Run:

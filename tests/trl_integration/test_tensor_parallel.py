@@ -20,12 +20,10 @@ from logitless.parallel import groups
 from tests.ranks import on_devices
 from tests.support import uncompiled
 
-from .kinds import for_ranks, needs, with_cards
-from .test_distillation_trainers import teacher
+from .compare import options
+from .kinds import for_ranks, needs, teacher, with_cards
 from .test_distributed import rolled_out
-from .test_log_prob_trainers import words
-from .test_sft import options
-from .tiny import VOCAB, tiny_model, train
+from .tiny import VOCAB, tiny_model, train, words
 
 try:
     from transformers.distributed import DistributedConfig

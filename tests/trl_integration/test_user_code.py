@@ -4,7 +4,6 @@ on a peaked model: the fields' differences would not show on one that knows noth
 
 import functools
 
-import peft
 import pytest
 import torch
 import transformers
@@ -17,10 +16,10 @@ from logitless.trl_integration import apply_to
 from logitless.trl_integration.head import scored
 from logitless.trl_integration.per_token import per_token_score
 
-from .test_every_trainer import adapted, folder, step  # noqa: F401
+from .compare import adapted, options
+from .kinds import step
 from .test_head import CHUNKED, IDS, LABELS
 from .test_several_trainers import assert_same_run
-from .test_sft import options
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer, train
 
 LOSS = {"use_chunked_loss": True, "logits_budget": 2**16}
@@ -105,7 +104,7 @@ def scheduled(base, weight):
     return Scheduled
 
 
-def pairs(kind, folder, base, **more):  # noqa: F811
+def pairs(kind, folder, base, **more):
     """The run of a subclass of TRL's trainer, and of the same with the flag."""
     theirs = step(kind, folder, trainer=base, **more)
     mine = step(
@@ -117,7 +116,7 @@ def pairs(kind, folder, base, **more):  # noqa: F811
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("base", [Focal, Added], ids=lambda cls: cls.__name__)
-def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, lora):  # noqa: F811
+def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, lora):
     more = {"wrap": adapted} if lora else {}
     assert_same_run(*pairs("SFT", folder, base, loss_type=loss_type, max_steps=2, **more), rtol=1e-3)
     # A frozen head projects the tokens again for the entropy's gradient.
@@ -126,7 +125,7 @@ def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, lor
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_a_scheduled_entropy_bonus(folder, kind, lora):  # noqa: F811
+def test_a_scheduled_entropy_bonus(folder, kind, lora):
     base = scheduled(getattr(trl, f"{kind}Trainer"), lambda step: 0.3 if step else 0.0)
     more = {"wrap": adapted} if lora else {}
     assert_same_run(*pairs(kind, folder, base, max_steps=3, **more), rtol=2e-3)
@@ -136,7 +135,7 @@ def test_a_scheduled_entropy_bonus(folder, kind, lora):  # noqa: F811
 @pytest.mark.parametrize(
     "changes", [{"use_adaptive_entropy": True}, {"entropy_coef": 0.2}], ids=lambda x: [*x][0]
 )
-def test_grpo_entropy_bonus(folder, changes, lora):  # noqa: F811
+def test_grpo_entropy_bonus(folder, changes, lora):
     """Adaptive, its coefficient starts at 0 and moves between two steps."""
     changes = {"entropy_target": 50.0, "entropy_coef_delta": 0.2, "entropy_coef_max": 1.0} | changes
     more = {"wrap": adapted} if lora else {}
@@ -299,7 +298,7 @@ def test_a_hook_cannot_take_a_sum_for_a_field(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_a_loss_function_of_the_models(folder, kind):  # noqa: F811
+def test_a_loss_function_of_the_models(folder, kind):
     """TRL's head never calls it."""
 
     def own(model):
@@ -310,7 +309,7 @@ def test_a_loss_function_of_the_models(folder, kind):  # noqa: F811
     assert_same_run(step(kind, folder, wrap=own), step(kind, folder, wrap=own, **pair, **LOSS), rtol=1e-3)
 
 
-def test_sft_compute_loss_as_a_partial(folder):  # noqa: F811
+def test_sft_compute_loss_as_a_partial(folder):
     def partial(trainer):
         trainer.compute_loss = functools.partial(trl.SFTTrainer.compute_loss, trainer)
 
@@ -338,20 +337,12 @@ def test_a_trainer_of_a_module_without_config(tmp_path):
     assert "chunked_loss" not in vars(trainer)
 
 
-CAUSAL = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-
-
-def with_task(model):
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, CAUSAL)
-
-
 @pytest.mark.parametrize("return_dict", [None, True])
 def test_patch_model_under_peft_with_a_task_type(return_dict):
     """PEFT's model passes on return_dict=None."""
     numbers = []
     for patched in (False, True):
-        model = with_task(tiny_model())
+        model = adapted(tiny_model(), task_type="CAUSAL_LM")
         if patched:
             patch_model(model)
         out = model(input_ids=IDS, labels=LABELS, return_dict=return_dict)
@@ -373,7 +364,7 @@ def test_transformers_trainer_of_a_peft_model_with_a_task_type(tmp_path, bf16):
         rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
         data = rows.map(lambda row: {"labels": row["input_ids"]})
         args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
-        return train(build, args, with_task(tiny_model()), data)
+        return train(build, args, adapted(tiny_model(), task_type="CAUSAL_LM"), data)
 
     theirs, mine = run(False), run(True)
     assert mine.trainer.last_plan is not None

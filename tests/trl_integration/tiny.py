@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 VOCAB = 96
@@ -58,6 +58,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
+
+
+def words() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer, splitting at spaces."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
 
 
 def tiny_dataset(*, examples: int = 24, masked: bool = False, seed: int = 0) -> Dataset:
