@@ -82,10 +82,10 @@ def test_products_and_memory():
 
 
 def test_compiled_in_one_graph():
-    x, frozen, trained = parts()
+    (x, frozen, trained), loss = parts(), on(CrossEntropyLoss)
 
     def call(x, heads):
-        return on(CrossEntropyLoss)(replace(x, weight=SplitHead(frozen, trained)), heads)
+        return loss(replace(x, weight=SplitHead(frozen, trained)), heads)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     found, expected = (outcome(f, x, None, x.hidden, trained) for f in (compiled, call))

@@ -255,10 +255,11 @@ class Rounding(TorchFunctionMode):
 
     def __init__(self, eps: float, seed: int):
         super().__init__()
-        self.eps, self.generator = eps, torch.Generator().manual_seed(seed)
+        self.eps, self.generator = eps, torch.Generator("cpu").manual_seed(seed)
 
     def error(self, like: Tensor, size: Tensor) -> Tensor:
-        return self.eps * size * (torch.randint(2, like.shape, generator=self.generator) * 2 - 1)
+        signs = torch.randint(2, like.shape, generator=self.generator, device="cpu") * 2 - 1
+        return self.eps * size * signs.to(like.device)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, x = getattr(func, "__name__", ""), args[0] if args else None
