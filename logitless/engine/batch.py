@@ -119,7 +119,7 @@ class Batch:
         if self.segments is None:
             raise type_error(
                 "scope",
-                "'group' or 'batch' where terms looks at sequences",
+                "'group' or 'batch' for a loss whose `terms` uses sequences",
                 "'token'",
                 "declare it in the class",
             )
@@ -186,8 +186,8 @@ class Batch:
             raise value_error(
                 name,
                 expected,
-                "some of them twice",
-                "count through the sequence, not through this rank's slice",
+                "duplicate positions",
+                "pass positions in the whole sequence, not in this rank's slice",
             )
         return torch.searchsorted(all_keys, keys) - torch.searchsorted(all_keys, first)
 

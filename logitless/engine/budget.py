@@ -35,9 +35,11 @@ UNMEASURED_COPIES = 8
 def default_budget(device: torch.device) -> int:
     """The default `logits_budget` in bytes.
 
-    2.5 GiB on a GPU of 64 GiB or more: 4,096 rows of every common vocabulary fit, up to Gemma's 262,144 ids,
-    and 8,192 rows of Qwen's. On other GPUs 1 GiB, or 1/32 of the memory if that is less. 256 MiB on the CPU,
-    where small chunks stay in the cache.
+    * 2.5 GiB on GPUs that report at least 60 GiB (sold as 64 GB). 4,096 rows fit for every common vocabulary
+      (Gemma's, with 262,144 ids, is the largest), and 8,192 rows for Qwen's.
+    * On other GPUs the smaller of 1 GiB and 1/32 of the GPU's memory.
+    * 256 MiB on the CPU: small chunks stay in the cache.
+    * 512 MiB on devices that do not report their memory.
     """
     if device.type == "cpu":
         return 256 * MIB

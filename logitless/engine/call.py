@@ -188,7 +188,7 @@ def prepare(
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if shift:
         if hidden.dim() <= 1:
-            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next one")
+            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next token")
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:

@@ -207,9 +207,11 @@ def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale
     if not isinstance(main, Tensor):
         raise type_error(name, "a tensor", type(main).__name__, "pass the main gradient")
     if call.weight is not weight:
-        raise value_error(name, "a plain tensor as weight", type(weight).__name__, "leave it out")
+        remedy = "leave accumulate_into out"
+        raise value_error(name, "a torch.Tensor as weight", type(weight).__name__, remedy)
     if main.shape != shape:
-        raise value_error(name, f"weight's shape {shape}", tuple(main.shape), "one per weight")
+        remedy = f"allocate it with torch.zeros_like(weight, dtype={stat})"
+        raise value_error(name, f"weight's shape {shape}", tuple(main.shape), remedy)
     if main.dtype != stat:
         raise type_error(name, f"a {stat} tensor", main.dtype, "sum the micro-batches in full precision")
     if main.device != weight.device:

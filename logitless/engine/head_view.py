@@ -146,10 +146,13 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     Args:
         head: a module, or a view, which is returned unchanged.
         argument: name of the argument, for errors.
-        called: whether the caller calls the module too, so that its hooks run; else hooks are refused.
+        called: whether the caller also calls the module, so that its forward hooks run. If False, a module
+            with forward hooks or an overridden `forward` is refused.
 
     Raises:
-        TypeError: for a module of another class than `nn.Linear` without a converter.
+        TypeError: `head` is neither a module nor a `HeadView`, or a module of another class than `nn.Linear`
+            that has no converter.
+        ValueError: the module has forward hooks or an overridden `forward`, and `called` is False.
     """
     if isinstance(head, HeadView):
         return head
@@ -179,9 +182,9 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     if hooked:
         raise value_error(
             argument,
-            "a head whose forward pass is its own",
-            "one with hooks",
-            "remove them, or patch_model(model), which calls the head itself",
+            "a head without forward hooks and with its class's `forward`",
+            "a hooked or overridden one",
+            "remove the hooks, or use patch_model(model), which calls the head",
         )
     return HeadView(head.weight, head.bias)
 

@@ -71,7 +71,7 @@ class Projection:
         """
         if fused_epilogue:
             rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
-            return (place := fused_projection.new_place(self.weight, rows)), place
+            return (place := fused_projection.new_gradient_buffer(self.weight, rows)), place
         rows = plan.token_chunk
         V = self.weight.shape[0]
         dtype = self.call.logits_dtype

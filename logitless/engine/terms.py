@@ -219,8 +219,9 @@ def means(
     """The metrics of a call, from the sums of its slices; 0 where the divisor is 0."""
     metrics = {}
     for unit, *names in shares[0] if shares else ():
-        # With the unit OWN, sums of values and of weights are both summed over the ranks. For values of whole
-        # sequences, which all ranks have, that multiplies both by the number of ranks.
+        # If a metric has its own weights (`over` is a tensor, the unit OWN), the sum of its values and the
+        # sum of its weights are both all-reduced over `cp_group`. Values per sequence are replicated on all
+        # ranks, so both sums are multiplied by the number of ranks, and their ratio is unchanged.
         first, *remaining = [share[unit, *names] for share in shares]
         total = sequences.sum_unless_whole(sum(remaining, first), unit)
         if unit == OWN:
@@ -328,14 +329,14 @@ def _check_unit(whose: str, term: Term, lengths: Mapping[str, int]) -> None:
     if term.of is not None:
         raise value_error(
             "terms",
-            f"of= what {whose} has one value of each",
+            f"of= the unit of `values` in {whose}",
             f"{term.of!r} with {term.values.shape[0]} values",
             f"pass one of {several}",
         )
     if not torch.compiler.is_compiling():
         warn(
-            f"terms: {whose} has no value of each of the {term.unit} that over= names. Say what it has one "
-            f"of, with of= one of {several}: where there are as many tokens as sequences, no shape tells.",
+            f"terms: {whose} does not have one value for each of the {term.unit}. Set of= to the unit of its "
+            f"values, one of {several}: the shape is ambiguous with as many tokens as sequences.",
             UserWarning,
         )
 

@@ -70,16 +70,16 @@ class LogitlessArgs(BaseModel):
             for key in EXCLUDED:
                 if data.get(key):
                     remedy = f"leave {key} out, or set logitless: false"
-                    raise value_error(key, "nothing beside logitless", data[key], remedy)
+                    raise value_error(key, "unset if logitless is enabled", data[key], remedy)
             for key in PARALLEL:
                 if (data.get(key) or 1) > 1:
                     remedy = "axolotl gathers logits there; set logitless: false"
-                    raise value_error(key, "1 beside logitless", data[key], remedy)
+                    raise value_error(key, "1 if logitless is enabled", data[key], remedy)
         if data.get("logitless_fused_layers"):
             for key in LIGER_LAYERS:
                 if data.get(key):
                     remedy = f"leave {key} out, as both replace the same layers"
-                    raise value_error(key, "nothing beside logitless_fused_layers", data[key], remedy)
+                    raise value_error(key, "unset if logitless_fused_layers is enabled", data[key], remedy)
         return data
 
 
@@ -93,7 +93,7 @@ class LogitlessPlugin(BasePlugin):
         """Patch the model, and fuse its layers if the config says so."""
         check_version("axolotl")
         if cfg.logitless is not False and cfg.rl:
-            expected = "nothing beside logitless, as the trainer keeps its own loss"
+            expected = "unset if logitless is enabled, as the trainer computes another loss"
             warn(message("rl", expected, cfg.rl, "set logitless: false"), UserWarning)
         elif cfg.logitless is not False:
             patch_model(model, logits_budget=cfg.logitless_budget)

@@ -48,14 +48,14 @@ def unavailable(name: str, problem: object) -> ImportError:
 
 
 def find(name: str, place: str) -> tuple[Any, str]:
-    """The owner of a name of a framework (a module or a class), and the name in it.
+    """Import `place` and return (module or class, attribute name).
 
     Args:
-        name: of `FRAMEWORKS`.
+        name: a key of `FRAMEWORKS`.
         place: "module:name" or "module:Class.name".
 
     Raises:
-        ImportError: the framework cannot be imported, or has no such name in that place.
+        ImportError: the framework cannot be imported, or `place` does not exist in it.
     """
     module, path = place.split(":")
     *classes, last = path.split(".")

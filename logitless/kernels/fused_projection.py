@@ -47,7 +47,7 @@ def row_bytes(device: torch.device, V: int, *, stored: bool) -> int:
     return fused_products(device).row_bytes(V, stored=stored)
 
 
-def new_place(weight: Tensor, rows: int) -> Tensor:
+def new_gradient_buffer(weight: Tensor, rows: int) -> Tensor:
     """Empty gradient (rows, V) in the dtype of the products, whose rows start at multiples of 16 bytes."""
     V = weight.shape[0]
     step = 16 // weight.itemsize
@@ -73,14 +73,19 @@ def read(
     targets: Tensor,  # (C,) int64
     out: TokenBuffers,  # (C,) each, written; sum_logits is unweighted
     *,
-    gradient: Tensor | None,  # (C, V) from `new_place`, written; None: nothing is stored
+    gradient: Tensor | None,  # (C, V) from `new_gradient_buffer`, written; None: no gradient is stored
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
     sums: Tensor | None = None,  # from `head_sums`; None: the kernel adds up every logit
 ) -> Tensor | None:
-    """Fill `out` and `gradient`, and return `row_scale` (C,): d logp / d logits = row_scale[:, None] *
-    gradient."""
+    """Compute the logits `hidden @ weight.T` tile by tile, and write their statistics to `out`.
+
+    With `gradient`, also write an unscaled gradient to it.
+
+    Returns:
+        row_scale (C,), with d logp / d logits = row_scale[:, None] * gradient; None if `gradient` is None.
+    """
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
     return fused_products(hidden.device).read(hidden, weight, targets, out, **options, sums=sums)
 
@@ -98,7 +103,7 @@ def write(
     class_weights: Tensor | None = None,  # (V,) of sum_logits
     ignore_index: int = -100,
 ) -> None:
-    """Fill `gradient` with d loss / d logits; ignored rows get zeros."""
+    """Recompute the logits tile by tile, and write d loss / d logits to `gradient`; zeros in ignored rows."""
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
     products = fused_products(hidden.device)
     products.write(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)

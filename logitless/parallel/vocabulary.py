@@ -225,8 +225,9 @@ class ShardedVocabulary(WholeVocabulary):
         """(ranks, statistics, C): the statistics of all shards."""
         return self.gathered(torch.stack([x for _, x in stats.items()]))
 
-    # Every rank computes the same loss. So the gradient of a sum over the group is that of each rank's part,
-    # and the gradient of a value that every rank uses for its own logits is summed over the ranks.
+    # Every rank computes the same loss. Therefore the backward of an all-reduce (`GroupSum`) is the identity,
+    # and the backward of a replicated value that each rank uses for its own logits (`GroupShared`) is an
+    # all-reduce.
 
     def reduce(self, x: Tensor) -> Tensor:
         return GroupSum.apply(x, self.group)

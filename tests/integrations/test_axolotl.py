@@ -92,7 +92,7 @@ def test_axolotls_own_validation(manager):
     model = tiny_model()
     manager.post_model_load(found, model)
     assert model(**INPUTS).logits is None
-    with pytest.raises(ValidationError, match="use_dft: expected nothing beside logitless"):
+    with pytest.raises(ValidationError, match="use_dft: expected unset if logitless is enabled"):
         validate_config(DictDefault(yaml.safe_load(needed + text + "use_dft: true\n")))
 
 
@@ -116,7 +116,7 @@ def test_fused_layers(manager):
 
 def test_trainers_of_rl_keep_their_loss(manager):
     model = tiny_model()
-    with pytest.warns(UserWarning, match="^rl: expected nothing beside logitless, as the trainer"):
+    with pytest.warns(UserWarning, match="^rl: expected unset if logitless is enabled, as the"):
         manager.post_model_load(configured(manager, YAML + "rl: dpo\n"), model)
     assert model(**INPUTS).logits is not None
 
@@ -124,7 +124,7 @@ def test_trainers_of_rl_keep_their_loss(manager):
 @pytest.mark.parametrize("key", EXCLUDED)
 def test_what_excludes_it(manager, key):
     with pytest.raises(
-        ValidationError, match=f"{key}: expected nothing beside logitless, got True; leave {key}"
+        ValidationError, match=f"{key}: expected unset if logitless is enabled, got True; leave {key}"
     ):
         configured(manager, YAML + f"{key}: true\n")
     configured(manager, YAML + f"{key}: true\nlogitless: false\n")
@@ -133,13 +133,13 @@ def test_what_excludes_it(manager, key):
 def test_layers_of_liger(manager):
     for key in LIGER_LAYERS:
         configured(manager, YAML + f"{key}: true\n")
-        with pytest.raises(ValidationError, match=f"{key}: expected nothing beside logitless_fused_layers"):
+        with pytest.raises(ValidationError, match=f"{key}: expected unset if logitless_fused_layers"):
             configured(manager, YAML + f"{key}: true\nlogitless_fused_layers: true\n")
 
 
 def test_context_parallelism_is_refused(manager):
     configured(manager, YAML + "context_parallel_size: 1\n")
-    with pytest.raises(ValidationError, match="context_parallel_size: expected 1 beside logitless, got 2"):
+    with pytest.raises(ValidationError, match="size: expected 1 if logitless is enabled, got 2"):
         configured(manager, YAML + "context_parallel_size: 2\n")
 
 

@@ -61,7 +61,7 @@ def test_masks_of_another_shape_are_refused(name):
 
 def test_a_mask_beside_nll_targets_is_refused():
     x = given(T)
-    with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
+    with pytest.raises(ValueError, match="^mask: expected None with nll_targets"):
         ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
 
 

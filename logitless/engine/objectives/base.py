@@ -51,9 +51,11 @@ class Objective(Protocol):
         """Whether the loss takes fp32 logits in `dtype` if a kernel projects and reads in one launch."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
-        """Compute the reference's or teacher's values, product 1, and the statistics if the step reads.
+        """Project the chunk (product 1: logits = features @ weight.T).
 
-        Sets `chunk.gradient` too, if one kernel computes statistics and gradient.
+        Also computes the reference's log-probabilities or the teacher's logits if the loss needs them, the
+        per-token statistics if `chunk.step.read` is set, and `chunk.gradient` if one kernel computes
+        statistics and gradient.
         """
 
     def evaluate(self, span: Span) -> None:

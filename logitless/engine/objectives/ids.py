@@ -284,11 +284,10 @@ class IdsObjective:
     def scale_cached_grad(
         self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
     ) -> Tensor:
-        """d loss / d hidden of some rows.
+        """(n, H) d loss / d hidden of the rows `rows` of the statistics, which are the rows `at` of the call.
 
-        `dlogp_dhidden` is sum p_r W[r] over the ids that are not an input.
-
-        The share of the input ids is computed from their rows of the head and added, so nothing cancels.
+        `dlogp_dhidden` (n, H) holds sum_v p_v W[v] over all ids v outside `stats["ids"]`. The terms of the
+        ids in `stats["ids"]` are computed from their rows of the head and added, so that nothing cancels.
         """
         call = self.call
         loss = call.loss

@@ -26,8 +26,8 @@ TEACHER = ("teacher_logps", "teacher_rest", "agreement")
 # Statistics of the label: log p at temperature 1, the log-sum-exp of its derivative, the top-1 flag.
 LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
 
-# If the loss needs k logits per token alone, gathering the k rows of the head is faster than a product with
-# all V rows while k < V / GATHERED.
+# If the loss needs only k logits per token, gathering their k rows of the head is faster than the product
+# with all V rows if k < V / GATHERED.
 GATHERED = 180
 
 

@@ -32,11 +32,11 @@ from logitless.kernels.head.transform import LogitTransform
 
 @dataclass
 class TokenBuffers:
-    """Per-token statistics `[n]`, fp32 (fp64 for fp64 logits); None for a statistic that is not wanted.
+    """Per-token statistics (n,), fp32 (fp64 for fp64 logits); None for a statistic that is not requested.
 
-    The order of the fields is that of the kernels' pointers, of the table that ranks with shards of the
-    vocabulary gather (`shards.py`), and of the levels: one pass over the logits computes the statistics of a
-    level and of all levels before it.
+    The statistics are grouped into four levels of cost, which are marked below. Requesting a statistic
+    computes its level and all lower levels. The kernels' pointer arguments, and the table that the ranks of a
+    sharded vocabulary gather (`shards.py`), depend on the order of the fields.
     """
 
     # First level.
@@ -56,7 +56,7 @@ class TokenBuffers:
         return ((name, x) for name in _NAMES if (x := getattr(self, name)) is not None)
 
     def pointers(self) -> list[Tensor]:
-        """Every statistic in order, as kernels take them; lse in the place of one that is not wanted."""
+        """All statistics in order, as arguments of a kernel; lse replaces a statistic that is None."""
         return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
