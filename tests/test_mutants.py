@@ -13,8 +13,8 @@ pytest.importorskip("cosmic_ray", reason="cosmic-ray is in the dev extra")
 import typer  # noqa: E402
 
 from tests.mutants import __main__ as command  # noqa: E402
-from tests.mutants.generate import first_valid, places, sample  # noqa: E402
-from tests.mutants.running import run, select_tests  # noqa: E402
+from tests.mutants.generate import first_valid, places  # noqa: E402
+from tests.mutants.running import select_tests  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,38 +72,6 @@ def test_operators(source, expected):
 )
 def test_what_is_left_out(source):
     assert mutants(source) == set()
-
-
-def test_what_stands_beside_what_is_left_out():
-    assert mutants("x: Array[3] = 4") == {("x: Array[3] = 4", f"x: Array[3] = {x}") for x in (3, 5)}
-    assert {after for _, after in mutants("x = f(tile - 3)")} == {
-        "x = f(tile + 3)",
-        "x = f(tile - 2)",
-        "x = f(tile - 4)",
-    }
-    assert mutants("x = 3", "budget.py") == set()
-
-
-SOURCES = {
-    "small.py": "x = a + b\n",
-    "large.py": "\n".join(f"x{i} = a{i} + b{i}" for i in range(40)),
-    "empty.py": "",
-}
-
-
-def test_the_sample():
-    """Seeded, one mutant a place, at least one of every file, and the rest in proportion."""
-    drawn = sample(SOURCES, 20, 0)
-    assert drawn == sample(SOURCES, 20, 0) != sample(SOURCES, 20, 1)
-    assert len({(mutant.file, mutant.line) for mutant in drawn}) == 20
-    assert {"small.py", "large.py"} == {mutant.file for mutant in drawn}
-    assert len(sample(SOURCES, 1000, 0)) == 41
-    alone = sample({"large.py": SOURCES["large.py"]}, 10, 0)
-    assert {mutant.line for mutant in alone} <= {mutant.line for mutant in drawn if mutant.file == "large.py"}
-    for mutant in drawn:
-        before, after = SOURCES[mutant.file].splitlines(), mutant.code.splitlines()
-        (changed,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b]
-        assert changed == mutant.line and after[changed - 1] == mutant.after
 
 
 def test_every_folder_of_the_library_has_tests():
@@ -231,26 +199,6 @@ def test_a_mutant_that_does_not_end(project, tmp_path, monkeypatch):
     record = tmp_path / "record.json"
     output = invoke(project, "wait.py", "--limit", "3", "--json", str(record))
     assert outcomes(record) == {3: {"timed out"}} and "1 of 1 mutants caught (100.0%), 1 by time" in output
-
-
-CASES = """
-    import pytest
-
-    @pytest.mark.parametrize("case", range(6))
-    def test_first(case):
-        assert case != {failing}
-
-    def test_second():
-        assert False
-"""
-
-
-@pytest.mark.parametrize(("failing", "failed"), [(0, "first[0]"), (1, "second"), (5, "second")])
-def test_one_case_of_every_test_comes_first(tmp_path, failing, failed):
-    write(tmp_path, {"tests/test_it.py": CASES.format(failing=failing)})
-    assert (
-        run(tmp_path, ["tests/test_it.py"], 30, interpret=False).failed == f"tests/test_it.py::test_{failed}"
-    )
 
 
 FAILING = """
