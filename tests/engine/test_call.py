@@ -129,6 +129,24 @@ def test_sequence_count():
         given(OfSequences(), hidden.view(12, H), weight, targets.view(12), offsets=counted(3))
 
 
+STARTS_ALIKE = r"expected a shape that starts with targets' \(2, 3\), got"
+MISFITS = {
+    "weights": (counted(3), rf"{STARTS_ALIKE} \(3,\); "),
+    "best": (counted(2, 4, 3), rf"{STARTS_ALIKE} \(2, 4, 3\); "),
+    "table": (counted(V + 1), rf"expected shape \({V},\), one per token id, got \({V + 1},\); "),
+    "teacher_hidden": (counted(3, 6), STARTS_ALIKE),
+    "offsets": (counted(3), r"expected shape \(2,\), one entry per sequence, got \(3,\); "),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_inputs_that_do_not_fit_their_role(name):
+    value, message = MISFITS[name]
+    loss, right = (OfSequences(), {}) if name == "offsets" else (EveryRole(), inputs(2, 3))
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        given(loss, *head(2, 3), **right | {name: value})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_num_items_is_a_tensor_of_the_statistics_dtype(dtype):
     hidden, weight, targets = head(2, 3, dtype=dtype)

@@ -46,6 +46,13 @@ def test_a_mean(compact):
     assert isinstance(deferred, float) == isinstance(factors.loss["tokens"], float) == compact
 
 
+def test_a_sum():
+    made, rows = of_cross_entropy(reduction="sum")
+    factors, deferred = unit_factors(made, rows, None)
+    assert all(float(x) * float(deferred) == 1 for x in factors.loss.values())
+    assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3)  # metrics are means all the same
+
+
 def test_a_factor_that_is_given_is_kept():
     made, rows = of_cross_entropy()
     factors, deferred = unit_factors(made, rows, 0.125)
