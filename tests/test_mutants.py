@@ -1,4 +1,4 @@
-"""Generated mutants: what is changed and what is left alone, which tests run, what is reported."""
+"""Generated mutants: what is changed, what is left alone, and one run."""
 
 import json
 import subprocess
@@ -88,29 +88,6 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(dedent(text))
 
 
-def test_the_tests_of_a_file(tmp_path):
-    """Own name, imports, a word of the name; in all folders of tests below the topmost one."""
-    in_losses = ("losses/test_kto.py", "losses/test_other.py")
-    files = (*in_losses, "engine/test_all.py", "engine/deep/test_plan.py", "test_top.py")
-    write(tmp_path, {f"tests/{file}": "" for file in files})
-    write(tmp_path, {"tests/engine/test_uses.py": "from logitless.engine.deep import loop"})
-    library = ("top.py", "losses/kto.py", "engine/deep/loop.py", "engine/plan_steps.py")
-    write(tmp_path, {f"logitless/{file}": "" for file in library})
-
-    def found(file: str) -> list[str]:
-        return [test.removeprefix("tests/") for test in select_tests(tmp_path, f"logitless/{file}")]
-
-    assert found("losses/kto.py") == [*in_losses]
-    assert found("engine/deep/loop.py")[0] == "engine/test_uses.py"
-    assert found("engine/plan_steps.py")[0] == "engine/deep/test_plan.py"
-    assert set(found("engine/plan_steps.py")) == {f for f in files if "/" in f} | {"engine/test_uses.py"}
-    assert "test_top.py" in found("top.py")
-    write(tmp_path, {"logitless/alone/it.py": "@triton.jit\ndef f(): pass"})
-    (tmp_path / "tests/test_top.py").unlink()
-    with pytest.raises(ValueError, match=r"file: expected tests for logitless/alone/it.py, got none; add"):
-        found("alone/it.py")
-
-
 PROJECT = {
     "logitless/__init__.py": "",
     "logitless/it.py": """
@@ -126,21 +103,6 @@ PROJECT = {
 
         def test_larger():
             assert larger(2, 1) and not larger(1, 1)
-    """,
-}
-
-
-WAITING = {
-    "logitless/wait.py": """
-        def wait(x):
-            while x:
-                pass
-    """,
-    "tests/test_wait.py": """
-        from logitless.wait import wait
-
-        def test_wait():
-            wait(0)
     """,
 }
 
@@ -190,39 +152,3 @@ def test_a_run(project, tmp_path):
     assert json.loads(record.read_text())["mutants"][-1]["line"] == dropped["line"]
     with pytest.raises(typer.BadParameter, match="another's"):
         command.main(seed=1, json_file=record, root=project)
-
-
-def test_a_mutant_that_does_not_end(project, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.mutants.running.GRACE", 2)
-    write(project, WAITING)
-    commit(project)
-    record = tmp_path / "record.json"
-    output = invoke(project, "wait.py", "--limit", "3", "--json", str(record))
-    assert outcomes(record) == {3: {"timed out"}} and "1 of 1 mutants caught (100.0%), 1 by time" in output
-
-
-FAILING = """
-    import builtins
-
-    def test_first():
-        builtins.marked = True
-
-    def test_after_another():
-        assert not hasattr(builtins, "marked")
-
-    def test_always():
-        assert False
-"""
-
-
-def test_two_trees_of_tests(project, tmp_path):
-    """The same mutants under the tests of another commit. What fails without them catches nothing."""
-    write(project, {"tests/test_it.py": FAILING})
-    commit(project)
-    records = {tests: tmp_path / f"{tests}.json" for tests in ("HEAD~1", "HEAD")}
-    for tests, record in records.items():
-        invoke(project, "--library", "HEAD~1", "--tests", tests, "--json", str(record))
-    assert outcomes(records["HEAD~1"]) == {3: {"caught"}, 6: {"survived"}}
-    assert outcomes(records["HEAD"]) == {3: {"survived"}, 6: {"survived"}}
-    left_out = ["tests/test_it.py::test_after_another", "tests/test_it.py::test_always"]
-    assert json.loads(records["HEAD"].read_text())["left_out"] == left_out
