@@ -214,9 +214,6 @@ REF_HIDDEN, REF_HEAD = {"ref_hidden": zeros(4, 3, 4)}, {"ref_weight": zeros(7, 4
 # A loss and its inputs.
 BAD_CALLS = {
     "odd": (SimPOLoss, {"B": 3}, "hidden: expected a multiple of 2"),
-    "no reference": (DPOLoss, {}, "ref_logps: expected one of"),
-    "both references": (DPOLoss, REF_HIDDEN | REF, "ref_logps: expected one of"),
-    "no reference head": (DPOLoss, REF_HIDDEN, "ref_weight: expected the reference's head"),
     "reference head": (
         DPOLoss,
         REF_HEAD | {"ref_hidden": zeros(4, 3, 5)},
