@@ -1,18 +1,18 @@
 """Project a chunk and compute its statistics in one kernel, without materializing the logits.
 
-    read     hidden, weight -> log p(target), log-sum-exp, entropy and arg-max hit and, if asked for,
-             d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one
+    read     hidden, weight -> log p(target), log-sum-exp, entropy, top-1 flag and, if requested,
+             d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one kernel
     write    hidden, weight -> d loss / d logits from the gradients of the per-token statistics: `project` and
-             `logits_gradient` in one
+             `logits_gradient` in one kernel
 
-The logits are the product's fp32 accumulators and are never rounded. Two passes over the same rows, in
-another grad mode or with another number of rows, must use the same logits. Therefore `serves` decides from
-device, dtypes and head alone whether the logits of a call are fp32. These kernels cannot evaluate the loss
-between the statistics and the gradient of a chunk, compute weighted sums of logits or return predictions
-(`objectives.tokens.can_fuse_epilogue`): such a pass writes the chunk's logits to memory in fp32. Each GPU
-generation has its own kernels, and most have none (`kernels.fused_products`). There is no twin: on other
-devices `project` and the row kernels of `head/cross_entropy.py` compute the same, and the tests compare with
-these.
+The logits are the fp32 accumulators of the product, and are never rounded. Two passes over the same rows must
+use the same logits, even if the grad mode or the number of rows differs. Therefore `serves` decides only from
+device, dtypes and head whether the logits of a call are fp32. These kernels cannot evaluate the loss between
+the statistics and the gradient of a chunk, compute weighted sums of logits, or return predictions
+(`objectives.tokens.can_fuse_epilogue`). In these cases, a pass writes the logits of the chunk to memory in
+fp32. Each GPU generation needs separate kernels, and most have none (`kernels.fused_products`). There is no
+PyTorch twin: on other devices, `project` and the row kernels of `head/cross_entropy.py` compute the same
+results, with which the tests compare.
 """
 
 import torch
@@ -24,11 +24,11 @@ from logitless.kernels.head.transform import LogitTransform
 
 
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
-    """Whether the kernels take hidden states (C, H) in `dtype` and these heads.
+    """Whether the kernels support hidden states (C, H) in `dtype` and these heads.
 
     The caller converts a head of another dtype to `dtype` before the product. Every row must start at a
-    multiple of 16 bytes. H and the width of a head may differ: with LoRA on the head, H includes the
-    adapter's columns, and a reference model may have another hidden size.
+    multiple of 16 bytes. H and the number of columns of a head may differ: with LoRA on the head, H includes
+    the columns of the adapter, and a reference model may have another hidden size.
     """
     return H * dtype.itemsize % 16 == 0 and all(
         (products := fused_products(head.device)) is not None
@@ -48,7 +48,7 @@ def row_bytes(device: torch.device, V: int, *, stored: bool) -> int:
 
 
 def new_gradient_buffer(weight: Tensor, rows: int) -> Tensor:
-    """Empty gradient (rows, V) in the dtype of the products, whose rows start at multiples of 16 bytes."""
+    """Allocate a gradient (rows, V) in the dtype of the products. Its rows start at multiples of 16 bytes."""
     V = weight.shape[0]
     step = 16 // weight.itemsize
     room = weight.new_empty((rows, -(-V // step) * step))
@@ -56,10 +56,10 @@ def new_gradient_buffer(weight: Tensor, rows: int) -> Tensor:
 
 
 def head_sums(weight: Tensor, bias: Tensor | None, head: LogitTransform) -> Tensor | None:
-    """(H + 1,) fp32: the sum of the head's rows, then the sum of its bias; None with a softcap.
+    """(H + 1,) fp32: the sum of the head's rows, followed by the sum of its bias; None with a softcap.
 
-    The sum of a row's logits is the product of its hidden state with this vector, so no kernel has to add up
-    the logits.
+    The sum of the logits of a row is the product of its hidden state with this vector, so that no kernel
+    needs to sum the logits.
     """
     if head.softcap is not None:
         return None
@@ -77,7 +77,7 @@ def read(
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
-    sums: Tensor | None = None,  # from `head_sums`; None: the kernel adds up every logit
+    sums: Tensor | None = None,  # from `head_sums`; None: the kernel sums the logits
 ) -> Tensor | None:
     """Compute the logits `hidden @ weight.T` tile by tile, and write their statistics to `out`.
 

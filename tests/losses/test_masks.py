@@ -50,7 +50,7 @@ def test_masks_of_floats_or_of_another_shape_are_refused(name):
         with pytest.raises(TypeError, match=message) as caught:
             call(name, x, mask)
         assert ("as token_weights" in str(caught.value)) == name.startswith("cross-entropy")
-    with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); give one"):
+    with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); pass one"):
         call(name, x, torch.ones(len(x.targets), device=DEVICE))
 
 
