@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.head import scored
+from logitless.trl_integration.head import attach_fused_head
 
 from ..models.every import tiny
 from .tiny import VOCAB, tiny_model
@@ -37,7 +37,7 @@ def attach():
     with ExitStack() as stack:
 
         def attached(model, score=full_logits_score):
-            stack.enter_context(scored(lambda chunked: score)(CHUNKED)(model))
+            stack.enter_context(attach_fused_head(lambda chunked: score)(CHUNKED)(model))
             return stack
 
         yield attached
@@ -112,7 +112,7 @@ def test_one_inside_of_another_answers_and_both_leave_the_model_as_it_was(attach
     model = tiny_model().eval()
     before = dict(vars(model))
     attach(model, lambda *args: {})
-    with scored(lambda chunked: full_logits_score)(CHUNKED)(model):
+    with attach_fused_head(lambda chunked: full_logits_score)(CHUNKED)(model):
         assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
     with pytest.raises(KeyError, match="label_mask"):
         model(IDS, labels=LABELS, fused_lm_head=True)
