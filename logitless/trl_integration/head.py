@@ -36,7 +36,7 @@ from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, wh
 from .adapter import TRAIN, Attach, ChunkedLoss, MakeAttach, swap_attributes
 from .forwards import Forwards, forwards_of
 
-KEY = "score"
+KEY = "trainer"
 
 # Computes the fields of a `FusedCausalLMOutput`, among them `log_probs`. Its arguments are hidden (B, T, H),
 # head, labels (B, T) and shift, which says whether position i predicts label i + 1.

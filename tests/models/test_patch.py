@@ -296,7 +296,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
     from logitless.trl_integration.adapter import Adapter, ChunkedLoss
     from logitless.trl_integration.head import attach_fused_head, attach_gatherable_logits
 
-    def score(hidden, head, labels, shift):
+    def compute_fields(hidden, head, labels, shift):
         logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
         return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
 
@@ -324,7 +324,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
         assert patch.checked.startswith("not checked yet")
     elif way == "fused_head":
         chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
-        attached = attach_fused_head(lambda chunked: score)(chunked)(model)
+        attached = attach_fused_head(lambda chunked: compute_fields)(chunked)(model)
         more = {"fused_lm_head": True}
     else:
         trainer = SimpleNamespace(args=None, is_fsdp_enabled=False, last_plan=None)

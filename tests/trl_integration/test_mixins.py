@@ -1,4 +1,4 @@
-"""The exchange of TRL's fused head for ours, and of attributes in general."""
+"""The exchange of forward passes during a loss, and `swap_attributes`."""
 
 import pytest
 import trl.trainer.sft_trainer as stock_module
@@ -6,6 +6,7 @@ import trl.trainer.sft_trainer as stock_module
 from logitless.exchange import state_of
 from logitless.trl_integration import SFTConfig, SFTTrainer
 from logitless.trl_integration.adapter import swap_attributes
+from logitless.trl_integration.head import KEY
 
 from .compare import options
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer
@@ -18,8 +19,8 @@ def test_the_exchange_ends_with_the_constructor(tmp_path):
     trainer = SFTTrainer(tiny_model(), args, **given)
     assert stock_module.add_fused_lm_head is stock
     with trainer.chunked_loss.attach_models():
-        assert state_of(trainer.model, "score") is not None
-    assert state_of(trainer.model, "score") is None
+        assert state_of(trainer.model, KEY) is not None
+    assert state_of(trainer.model, KEY) is None
     with pytest.raises(ValueError, match="train_dataset"):
         SFTTrainer(tiny_model(), args)
     assert stock_module.add_fused_lm_head is stock and not args._is_supported_by_trainer
