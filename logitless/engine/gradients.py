@@ -74,10 +74,10 @@ class Sum:
 class Gradients:
     """The sums of d_hidden, d_weight, d_bias and the layers' gradients over the chunks and heads of a call.
 
-    With several heads, the gradient of a tensor that heads share is summed in fp32. The gradient of a tensor
-    that one head uses is cast to the tensor's dtype when this head is done, so at most one such d_weight in
-    fp32 is alive. The early cast costs no precision: `finish` later multiplies by a power of two, which is
-    exact.
+    With several heads, a tensor's gradient is summed in `stat_dtype`, d_weight in `accum_dtype` if the loss
+    has one. The gradient of a weight or bias that one head uses is cast to the tensor's dtype when this head
+    is done, so at most one such sum is alive. After this cast `finish` multiplies by the deferred power of
+    two, which is exact, and by the upstream gradient, which rounds a second time unless it is a power of two.
 
     Args:
         calls: the heads, in order.
