@@ -40,7 +40,7 @@ class Layers(NamedTuple):
     autocast: torch.dtype | None = None
 
 
-class Slots(NamedTuple):
+class TrainedIndices(NamedTuple):
     """The indices of a head's tensors in the trained tensors of a packed call."""
 
     hidden: int
@@ -75,7 +75,7 @@ class HeadCall:
     add_targets: bool = False  # whether a target that is missing from its row's set is added to the set
     # Set by `unpack`: which tensors need a gradient, and their indices in the trained tensors.
     needs: Needs | None = None
-    slots: Slots | None = None
+    indices: TrainedIndices | None = None
     # The shard sizes and kernels of all ranks that share the head, after the ranks have exchanged them.
     shards: Shards | None = None
 

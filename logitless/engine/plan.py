@@ -5,17 +5,23 @@ steps over rows. The rows are the supervised tokens (all tokens with `compact=Fa
 are adjacent. A step projects its rows to logits. It may then *read* (compute per-token statistics of the
 logits), *evaluate* (compute the loss of a span of rows, and its gradient with respect to the statistics), and
 *write* (overwrite the logits with their gradient, and compute d_hidden and d_weight from it). Every strategy
-is a list of such steps:
+is a list of such steps. The list below is for a pass that solves a call (`Pass.SOLVE`). The number of
+products is for trained hidden states and weight; with a frozen head, only hidden is trained:
 
-    fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
-    recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
-    cached_grad       read + write of d logp / d hidden, evaluate at the end       no d_weight: 2 products
-    loss_only         read ... read + evaluate                                    1 product
+    fused, resident   read + evaluate + write, chunk by chunk                     3 products; frozen head 2
+    recompute         read ... read + evaluate all of it, then write ... write    4 products
+    cached_grad       read + write of d logp / d hidden, evaluate at the end      frozen head: 2
+    loss_only         read ... read + evaluate                                    nothing is trained: 1
+
+Where the loss is computed outside the pass, from per-token statistics, the plan of `Pass.STATISTICS` only
+reads (recompute, loss_only) or also writes d logp / d hidden (cached_grad), and evaluates nothing. For
+recompute `Pass.GRADIENTS` then writes, in the backward pass. With `accumulate_into` the forward pass is
+loss_only, and the backward pass solves the call again: `Plan.in_backward`.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -96,24 +102,29 @@ class Plan:
     """A strategy and its steps; `out.plan` is the plan of a call.
 
     Attributes:
-        strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed".
+        strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed" (resident and
+            recompute groups: `parts`).
         steps: the chunks, in order.
         rows: number of projected tokens: the supervised tokens, or all tokens with `compact=False`.
         row_bytes: bytes of one row of logits and its temporaries.
         budget: maximum number of bytes of a chunk: `logits_budget` minus `fixed_bytes`.
-        chunks: number of chunks of logits.
+        chunks: number of chunks of logits that are projected. A chunk that is projected twice in this pass
+            counts twice.
         token_chunk: rows of the largest chunk.
         parts: the strategies of the groups, if they differ.
         columns: number of logits that are computed per row; 0: the logits of all ids.
         backward: number of products for the gradient of a chunk: one for d_hidden and one for d_weight.
         later: number of products per row in the backward pass if the forward pass only computes statistics
-            (`reduction="none"`); 0 if the forward pass computes the gradients.
+            (`reduction="none"`); 0 in other calls.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not depend on the number of rows.
         heads: number of heads of the call. The plan is that of the last head.
         logits: dtype of the logits from which the statistics are computed, such as "bfloat16" for rounded
             logits, or "float32" for the accumulators of the product.
         replay: the number of tokens of each kind, in a call with a sampling mask. `rows` then counts only the
             projected tokens.
+        in_backward: the plan of the backward pass, if the backward pass projects every chunk again and
+            computes the gradients (`accumulate_into` without `accumulate_now`); else None. The attributes
+            above then describe the forward pass.
     """
 
     strategy: str
@@ -131,6 +142,7 @@ class Plan:
     heads: int = 1
     logits: str = ""
     replay: Replayed | None = None
+    in_backward: "Plan | None" = None
 
     @property
     def replayed(self) -> int | None:
@@ -148,8 +160,8 @@ class Plan:
         return None if self.replay is None else self.replay.kept_ids
 
     @property
-    def sums(self) -> int:
-        """Upper bound of the number of parts that are added to d_weight."""
+    def d_weight_parts(self) -> int:
+        """Upper bound of the number of parts (chunks, gathered rows) that are summed to d_weight."""
         return self.chunks + sum(step.kind is Kind.GATHERED for step in self.steps)
 
     @property
@@ -162,6 +174,8 @@ class Plan:
 
         With a sampling mask, the average over all supervised tokens; 0 if every token has a small set.
         """
+        if self.in_backward is not None:
+            return replace(self, in_backward=None).products + self.in_backward.products
         if self.columns or not self.rows:
             return 0.0
         projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
@@ -174,7 +188,11 @@ class Plan:
         return self.describe()
 
     def describe(self) -> str:
-        """Describe the plan in one line, for `print(out.plan)`."""
+        """Describe the plan in one line, for `print(out.plan)`. With `accumulate_into`, both passes."""
+        if self.in_backward is not None:
+            passes = replace(self, in_backward=None).describe(), self.in_backward.describe()
+            total = f", {self.products:.3g} products in all" if self.products else ""
+            return f"{passes[0]}; then, in the backward pass, {passes[1]}{total}"
         head = f"the last of {self.heads} heads: " if self.heads > 1 else ""
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""

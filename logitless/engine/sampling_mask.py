@@ -12,9 +12,9 @@ from logitless.errors import check_choice
 
 NAME = "sampling_mask"
 IDS = (torch.int32, torch.int64)
-# Values of `missing`: raise if a target is not in the set of its row, or add it to the set.
 # The per-token statistics that are computed over sets; see `kernels.ids.sets.set_statistics`.
 STATISTICS_OF_SETS = ("logps", "lse", "entropy", "is_top1")
+# What to do with a target that is missing from its row's set.
 MISSING = ("raise", "add")
 
 

@@ -61,7 +61,9 @@ class LinearLoss(CheckedCall):
         temperature: divisor of the logits, applied after the softcap.
         logits_budget: maximum number of bytes for a chunk of logits and its temporaries. Default: 2.5 GiB on
             GPUs with at least 60 GiB, 1 GiB on other GPUs, less on small GPUs and on CPUs.
-        accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 if there are several chunks.
+        accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 (fp64 for fp64 operands)
+            if there are several chunks or several heads, under torch.compile, and in fp16; else the dtype of
+            the operands. With accumulate_into, it must be None or the dtype of the main gradient.
         logits_dtype: dtype of the logits from which statistics are computed. On most devices, None is the
             dtype of the operands, in which the chunk is stored; torch.float32 computes log-probabilities
             without rounding the logits. On Hopper with bf16 operands, one kernel projects a chunk and
@@ -287,11 +289,13 @@ class LinearLoss(CheckedCall):
             mask: same shape as targets, and shifted with them; bool, or integers 0 and 1. Targets with mask
                 False (0) are not supervised, as if they were `ignore_index`.
             accumulate_into: (V, H) fp32 main gradient; (V_r, H) with tp_group. The backward pass adds the
-                weight's gradient to it chunk by chunk, and does not change weight.grad. No other tensor of
+                weight's gradient to it chunk by chunk, and does not change weight.grad. If the weight is also
+                the embedding, weight.grad gets the gradient of the embedding: add both. No other tensor of
                 this shape is allocated. Instead, the logits (including those of a teacher or reference) are
                 projected twice: 4 products instead of 3, or 5 instead of 4 for a group that exceeds the
                 budget. For V 128,256 and H 4,096 in bf16, this saves 3.1 GB (d_weight in fp32 and in bf16)
-                and takes 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
+                and takes 11 ms per 8,192 tokens on an H200. `reduction` must not be "none", and `accum_dtype`
+                must be None or the dtype of this tensor.
             accumulate_now: add to accumulate_into in the forward pass, with 3 products instead of 4. The
                 caller must run exactly one backward pass, with an upstream gradient of 1. Refused without
                 autograd, and if the forward pass may run again: under torch.compile, and with saved-tensor

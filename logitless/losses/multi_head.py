@@ -1,7 +1,8 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is one `HeadCall` of the engine, with separate targets. All calls add to the same d_hidden. A
-d_weight that only one head uses is cast from fp32 when that head is done. The chunk loop runs the layers in
+Every head is one `HeadCall` of the engine, with separate targets. Heads with the same hidden states (Medusa)
+add to one d_hidden. In multi-token prediction, each depth has separate hidden states and a separate d_hidden.
+A d_weight that only one head uses is cast from fp32 when that head is done. The chunk loop runs the layers in
 front of a head forward and backward for each chunk. Therefore memory grows with the number of heads only by
 the gradients of their parameters.
 """

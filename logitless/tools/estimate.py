@@ -332,7 +332,7 @@ class _Planner:
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(call, rows, purpose, len(heads), fp32_d_weight=several)
+                self.plan = plan_for(call, rows, purpose, len(heads), d_weight_in_stat_dtype=several)
             self.planned.append((call, self.plan, purpose))
         if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
@@ -381,7 +381,7 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
         several = len(solved) > 1
-        dtypes = sum_dtypes(call, multi_head=several, fp32_d_weight=several or plan.chunks > 1)
+        dtypes = sum_dtypes(call, multi_head=several, d_weight_in_stat_dtype=several or plan.chunks > 1)
         sums = []
         if call.needs.weight:
             sums.append((call.weight.numel(), dtypes.weight))
@@ -392,7 +392,7 @@ class _Planner:
         copies = sum(size * call.weight.itemsize for size, _ in wide)
         # Of several heads, and in fp16, d_hidden is summed in fp32.
         width = dtypes.hidden
-        hidden = {x.slots.hidden: x.hidden for x in solved}
+        hidden = {x.indices.hidden: x.hidden for x in solved}
         wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
         vectors = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize
