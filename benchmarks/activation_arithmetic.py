@@ -5,7 +5,7 @@ from tabulate import tabulate
 from benchmarks.layers import OURS
 from benchmarks.report import GIB
 from benchmarks.steps import LLAMA
-from logitless.models.activation_plan import choose
+from logitless.models.activation_plan import choose_levels
 
 MODEL, CONFIGURATION = "Llama-3.1-8B", "our loss + our layers"
 TOKENS, BF16 = 2 * 4096, 2
@@ -53,7 +53,7 @@ def table(documents: list[dict], operators: dict) -> str:
     }
     # Without checkpointing the peak is where all activations are held; with it, where none is.
     budget = int(on["peak_bytes"] - (off["peak_bytes"] - layers * cost["keep"]))
-    levels, _ = choose([cost] * layers, 0, budget)
+    levels, _ = choose_levels([cost] * layers, 0, budget)
     ms = off["ms"] + sum(price[level] for level in levels)
     planned = f"layers at this level under {budget / GIB:.1f} GiB"
     body = [

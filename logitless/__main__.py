@@ -109,7 +109,7 @@ def _add_activations(commands: argparse._SubParsersAction) -> None:
     made.add_argument("--device", help=where)
     frozen = "the layers' weights get no gradient, as the base of an adapter"
     made.add_argument("--frozen", action="store_true", help=frozen)
-    stock = "leave out the fused layers; the cheap level is closed then"
+    stock = "run the model without fused layers; the level cheap is then unavailable"
     made.add_argument("--stock-layers", action="store_true", help=stock)
 
 

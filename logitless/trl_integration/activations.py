@@ -11,7 +11,7 @@ import torch
 from logitless.errors import value_error
 from logitless.exchange import withdraw
 from logitless.models import fit_activations
-from logitless.models.activations import KEY, Fitted
+from logitless.models.activations import KEY, FitHandle
 
 # Of transformers' checkpointing: settings of which a budget knows nothing.
 KWARGS = ("every_n_layers", "offload", "selective")
@@ -21,7 +21,7 @@ KWARGS = ("every_n_layers", "offload", "selective")
 class FittedActivations:
     """A trainer's `fitted_activations`: what `fit_activations` returned for its model."""
 
-    fitted: Fitted
+    fitted: FitHandle
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
@@ -83,7 +83,7 @@ def fit(trainer: Any, activation_budget: int | str) -> Callable[[], None]:
     return take_off
 
 
-def _explain_errors(trainer: Any, fitted: Fitted) -> Callable[[], None]:
+def _explain_errors(trainer: Any, fitted: FitHandle) -> Callable[[], None]:
     """Add a note to the error of a training step that runs out of memory outside of the layers too."""
     had = "training_step" in trainer.__dict__
     stock = trainer.training_step

@@ -293,7 +293,7 @@ class ChunkedLoss:
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
         elif (deferral := self.deferrals.get(head)) is not None:
-            checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
+            checked = f"head {'checked at step 1' if deferral.is_checked else 'not checked'}"
         layers = vars(self.trainer).get("fused_layers")
         fused = "" if layers is None else f"; {layers}"
         return f"{type(self.trainer).__name__}: {what}; {checked}{fused}"

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from logitless.errors import value_error
-from logitless.models.patch import checked_patch
+from logitless.models.patch import make_patch
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .layers import switch_on
@@ -105,7 +105,7 @@ def adapter_of(trainer: type) -> Adapter:
 
 
 def patched(chunked: ChunkedLoss) -> Callable[[transformers.PreTrainedModel], AbstractContextManager]:
-    chunked.patch = checked_patch(base_of(chunked.trainer, chunked.trainer.model), chunked.budget)
+    chunked.patch = make_patch(base_of(chunked.trainer, chunked.trainer.model), chunked.budget)
     return lambda model: chunked.patch.active()
 
 

@@ -72,9 +72,9 @@ def divergence(
 ) -> LossOutput:
     """`DistillationLoss` of the tokens in `mask` (B, T)."""
     loss = DistillationLoss(logits_budget=student.chunked.budget, **options)
-    taught = {"teacher_hidden": teacher.hidden.to(student.device), "teacher_weight": teacher.view_now()}
+    taught = {"teacher_hidden": teacher.hidden.to(student.device), "teacher_weight": teacher.current_view()}
     given = {"mask": mask, "num_items": num_items, **taught}
-    return student.chunked.solved(loss, student.hidden, student.view_now(), **given)
+    return student.chunked.solved(loss, student.hidden, student.current_view(), **given)
 
 
 def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
 from logitless.errors import value_error
-from logitless.models.heads import split_head
+from logitless.models.heads import sharded_head_weight
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .versions import found_in_trl, newest_minor
@@ -92,7 +92,7 @@ def teachers_entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -
 def no_plan(trainer: Any) -> None:
     """Refuse a tensor-parallel plan: its ranks must have the same tokens, and these trainers' ranks do
     not."""
-    whole = split_head(base_of(trainer, trainer.model)) is None
+    whole = sharded_head_weight(base_of(trainer, trainer.model)) is None
     if not whole:
         expected = f"no tensor-parallel plan in {type(trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3"

@@ -28,8 +28,8 @@ from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenStatistics
 from logitless.losses.several_ids import IdsStatistics, TopkStatistics, logprobs_of_ids
-from logitless.models.heads import find_head, split_head
-from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
+from logitless.models.heads import find_head, sharded_head_weight
+from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
 from .adapter import Attach, ChunkedLoss, swapped
@@ -86,12 +86,12 @@ def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
 
 def _answering(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextManager:
     head = find_head(model)
-    return answering(head, chunked.deferrals.setdefault(head, Deferral()))
+    return deferring_head(head, chunked.deferrals.setdefault(head, Deferral()))
 
 
 def _unless_deferred(loss_function: Callable) -> Callable:
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(logits, DeferredLogits) and not logits.deferral.summed:
+        if isinstance(logits, DeferredLogits) and not logits.deferral.needs_cross_entropy:
             return torch.zeros((), dtype=torch.float32, device=logits.device)
         return loss_function(logits, *args, **kwargs)
 
@@ -105,7 +105,7 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     The model would mix the tokens of these ranks to meaningless results. In TRL's trainers that generate,
     each process has its own sequences or its own order of them.
     """
-    weight = split_head(model)
+    weight = sharded_head_weight(model)
     if weight is None or ids is None or "train" in chunked.verified or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
@@ -157,7 +157,7 @@ def _fused_output(
     targets = labels if shift_labels is None else shift_labels
     count = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
-    with deferred(model, summed=False):
+    with defer_logits(model, needs_cross_entropy=False):
         # TRL's head calls the backbone directly, not the forward that was on the instance before.
         out = scoring.forwards.own(*args, labels=targets, **kwargs)
 
@@ -170,7 +170,7 @@ def _fused_output(
         # Hooks of modules look for tensors in tuples.
         return tuple(unviewed(x, model) for x in fields.values())
 
-    fields = dict(zip(names, out.logits.computed(values)))
+    fields = dict(zip(names, out.logits.call_with_head(values)))
     # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
     # own count
     count = fields["label_mask"].sum().clamp(min=1) if count is None else count
@@ -206,13 +206,13 @@ class SumOfTokens:
     def __torch_function__(
         cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        cls._refused(function.__name__)
+        cls._refuse(function.__name__)
 
     def __getattr__(self, name: str) -> Any:
-        self._refused(repr(name), AttributeError)
+        self._refuse(repr(name), AttributeError)
 
     @staticmethod
-    def _refused(use: str, error: type[Exception] = TypeError) -> None:
+    def _refuse(use: str, error: type[Exception] = TypeError) -> None:
         raise error(
             f"outputs: expected TRL's SFTTrainer.compute_loss, which sums the fields, got {use} of one; "
             "call the model with fused_lm_head=True yourself, which gives fields per token."
@@ -243,21 +243,21 @@ class PickedLogits(DeferredLogits):
         torch.take_along_dim: "take_along_dim",
         F.cross_entropy: "cross_entropy",
     }
-    usable: ClassVar = "a use without the full logits"
+    supported: ClassVar = "a use without the full logits"
     remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
 
     @property
     def budget(self) -> dict[str, Any]:
         return {"logits_budget": self.deferral.logits_budget}
 
-    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
-        return function(self.hidden, self.view_now())
+    def call_with_head(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        return function(self.hidden, self.current_view())
 
     def log_softmax(self, dim: int, **kwargs: Any) -> "PickedLogits":
-        return replace(self, normalized=True) if dim == -1 else self._refused(f"log_softmax over {dim}")
+        return replace(self, normalized=True) if dim == -1 else self._refuse(f"log_softmax over {dim}")
 
     def __mul__(self, factor: Any) -> "PickedLogits":
-        return self._refused("a product after log_softmax") if self.normalized else super().__mul__(factor)
+        return self._refuse("a product after log_softmax") if self.normalized else super().__mul__(factor)
 
     def __getitem__(self, index: Any) -> "PickedLogits":
         masked = isinstance(index, Tensor) and index.dtype == torch.bool
@@ -274,7 +274,7 @@ class PickedLogits(DeferredLogits):
         """Statistics by `TokenStatistics` of ids (B, T), or by `IdsStatistics` of (B, T, k); 0 where an id is
         -100."""
         ids = ids.to(self.device)
-        head = self.view_now()
+        head = self.current_view()
         options = self.budget | options
         with self.chunked.saving():
             if ids.dim() < self.dim():
@@ -286,7 +286,7 @@ class PickedLogits(DeferredLogits):
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if not self.normalized or dim not in (-1, self.dim() - 1):
-            return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
+            return self._refuse(f"gather of dim {dim} with log_softmax={self.normalized}")
         one = index.shape[-1] == 1
         return self.statistics(index[..., 0])["logps"][..., None] if one else self.statistics(index)["logps"]
 
@@ -302,19 +302,19 @@ class PickedLogits(DeferredLogits):
     def argmax(self, dim: int) -> Tensor:
         """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
         if dim != -1:
-            return self._refused(f"argmax over {dim}")
+            return self._refuse(f"argmax over {dim}")
         best = TopkStatistics(k=1, logits_dtype=torch.float32, **self.budget)
         targets = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            return best.statistics(self.hidden, self.view_now(), targets, None)[0]["ids"][..., 0]
+            return best.statistics(self.hidden, self.current_view(), targets, None)[0]["ids"][..., 0]
 
     def mean(self, dim: int | None = None) -> Tensor:
         """The mean of each token's logits (dim -1) or of all logits, detached. Without a softcap it is the
         product of the hidden states with the mean row of the head."""
         learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.hidden, self.head)))
         if dim not in (None, -1) or self.normalized or learns:
-            return self._refused(f"mean over {dim} with requires_grad={learns}")
-        head = self.view_now()
+            return self._refuse(f"mean over {dim} with requires_grad={learns}")
+        head = self.current_view()
         if head.softcap is None:
             row = whole(head.weight.mean(0))
             bias = 0.0 if head.bias is None else whole(head.bias.float().mean())
@@ -338,17 +338,19 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
         return stock(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
     compare_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
-    with deferred(model, summed=False):
+    with defer_logits(model, needs_cross_entropy=False):
         out = stock(*args, **kwargs)
     logits = out.logits
     aux_loss = getattr(out, "aux_loss", None)
-    hidden, *own = logits.computed(lambda hidden, head: (hidden, head.weight, head.bias))
+    hidden, *own = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
     # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
     # its outputs, where a leaf has nothing behind it.
     copied = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
     weight, bias = tree_map_only(Tensor, copied, own)
     head = HeadView(weight, bias, of_model=True, in_shards=split_over_vocabulary(weight))
     deferral = Deferral(logits_budget=chunked.budget)
-    picked_logits = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
+    picked_logits = PickedLogits(
+        hidden, head, deferral, head.shape[0], logits.logit_scale, logits.softcap, chunked
+    )
     # FSDP looks for tensors among the outputs, to begin the backward pass there.
     return MoeCausalLMOutputWithPast(logits=picked_logits, aux_loss=aux_loss, hidden_states=(hidden,))
