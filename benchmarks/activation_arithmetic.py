@@ -9,8 +9,8 @@ from logitless.models.activation_plan import choose_levels
 
 MODEL, CONFIGURATION = "Llama-3.1-8B", "our loss + our layers"
 TOKENS, BF16 = 2 * 4096, 2
-# What the cheap level computes again, by the names of the measured operators.
-AGAIN = ("rms_norm 8192x4096", "rms_norm 8192x4096", "gated silu 8192x14336")
+# Names of the measured operators that the level "cheap" recomputes.
+RECOMPUTED = ("rms_norm 8192x4096", "rms_norm 8192x4096", "gated silu 8192x14336")
 
 
 def layer_bytes() -> dict[str, int]:
@@ -48,14 +48,14 @@ def table(documents: list[dict], operators: dict) -> str:
     }
     price = {
         "keep": 0.0,
-        "cheap": sum(forward[name] for name in AGAIN) / 1e3,
+        "cheap": sum(forward[name] for name in RECOMPUTED) / 1e3,
         "full": (on["ms"] - off["ms"]) / layers,
     }
     # Without checkpointing the peak is where all activations are held; with it, where none is.
     budget = int(on["peak_bytes"] - (off["peak_bytes"] - layers * cost["keep"]))
     levels, _ = choose_levels([cost] * layers, 0, budget)
     ms = off["ms"] + sum(price[level] for level in levels)
-    planned = f"layers at this level under {budget / GIB:.1f} GiB"
+    planned = f"layers at this level with a budget of {budget / GIB:.1f} GiB"
     body = [
         ["a layer holds, GiB", *(f"{number / GIB:.2f}" for number in cost.values())],
         ["a layer is recomputed in, ms", *(f"{number:.2f}" for number in price.values())],
@@ -69,9 +69,10 @@ def table(documents: list[dict], operators: dict) -> str:
         (
             found,
             "",
-            f"{MODEL}, 2 x 4,096 tokens, both flags, one H200. Steps, peaks and operators are measured;",
-            "bytes are computed from shapes. By this calculation a step under "
-            f"{budget / GIB:.1f} GiB takes {ms:.0f} ms,",
-            f"{saved:.0f}% less than with full checkpointing, at the same peak. This step was not measured.",
+            f"{MODEL}, 2 x 4,096 tokens, with `use_chunked_loss` and `use_fused_layers`, one H200.",
+            "Step times, peaks and recomputation times are measured; activation bytes are computed from",
+            f"shapes. From these numbers, a step with `activation_budget` {budget / GIB:.1f} GiB is",
+            f"predicted to take {ms:.0f} ms, {saved:.0f}% less than with full checkpointing, at the same",
+            "peak; it was not measured.",
         )
     )

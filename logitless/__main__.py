@@ -22,7 +22,7 @@ import logitless
 from logitless.errors import value_error
 from logitless.losses.base import LinearLoss
 from logitless.tools.cards import CARDS
-from logitless.tools.doctor import examine
+from logitless.tools.doctor import run_doctor
 from logitless.tools.samples import Samples
 
 BASES = ("LogitsLoss", "TokenLoss")
@@ -166,7 +166,7 @@ def _check(options: dict[str, object]) -> int:
     loss = _loss_class(options["loss"])(**dict(options["set"]))
     device = torch.device(options["device"])
     if options["tensors"] is None:
-        call = Samples(device, getattr(torch, options["dtype"])).call(loss)
+        call = Samples(device, getattr(torch, options["dtype"])).draw_arguments(loss)
     else:
         call = torch.load(options["tensors"], map_location=device, weights_only=True)
         for name in TRAINED:
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(commands.parse_args(arguments))
     command = options.pop("command")
     if command == "doctor":
-        return examine()
+        return run_doctor()
     try:
         return RUNS[command](options)
     except (TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
