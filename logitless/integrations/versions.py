@@ -73,37 +73,37 @@ def find(name: str, place: str) -> tuple[Any, str]:
     return owner, last
 
 
-def replace(owners: list[Any], name: str, ours: Any) -> Callable[[], None]:
-    """Set the attribute `name` of each owner to `ours`; the function that is returned restores them.
+def replace(owners: list[Any], name: str, replacement: Any) -> Callable[[], None]:
+    """Set the attribute `name` of each owner to `replacement`; return a function that restores it.
 
     An owner whose attribute has been set to something else in the meantime is left as it is.
     """
-    stock = [(owner, getattr(owner, name)) for owner in owners]
+    originals = [(owner, getattr(owner, name)) for owner in owners]
     for owner in owners:
-        setattr(owner, name, ours)
+        setattr(owner, name, replacement)
 
     def undo() -> None:
-        for owner, before in stock:
-            if getattr(owner, name) is ours:
+        for owner, before in originals:
+            if getattr(owner, name) is replacement:
                 setattr(owner, name, before)
 
     return undo
 
 
-def replace_function(package: str, owner: ModuleType, name: str, ours: Any) -> Callable[[], None]:
+def replace_function(package: str, owner: ModuleType, name: str, replacement: Any) -> Callable[[], None]:
     """Replace a function of a framework in every module of it that has imported the function by name.
 
-    Modules that import the function later find ours in `owner`; undoing restores these too.
+    Modules that import the function later get `replacement` from `owner`; undoing restores these too.
     """
-    stock = getattr(owner, name)
+    original = getattr(owner, name)
 
     def exchange(before: Any, after: Any) -> None:
         for place, module in list(sys.modules.items()):
             if place.split(".")[0] == package and vars(module).get(name) is before:
                 setattr(module, name, after)
 
-    exchange(stock, ours)
-    return lambda: exchange(ours, stock)
+    exchange(original, replacement)
+    return lambda: exchange(replacement, original)
 
 
 def announce(

@@ -432,7 +432,9 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> FitHandle
     layers = decoder_layers(backbone)
     if not layers:
         expected = "decoder layers that can be checkpointed (GradientCheckpointingLayer of transformers)"
-        raise value_error("model", expected, f"{type(base).__name__} with none", "leave it as it is")
+        raise value_error(
+            "model", expected, f"{type(base).__name__} with none", "use the model without a budget"
+        )
     handle = FitHandle(backbone, layers, budget)
     handle._undo = exchange(backbone, KEY, _forward, handle, copied=False)
     return handle

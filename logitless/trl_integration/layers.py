@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from logitless.errors import value_error
 from logitless.exchange import withdraw
-from logitless.layers.fuse import Report
+from logitless.layers.fuse import FusionReport
 from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
 
@@ -28,7 +28,7 @@ MODELS = ("model", "ref_model", "teacher_model")
 class FusedLayers:
     """A trainer's `fused_layers`: the report of each of its models; `str()` of it is a line of counts."""
 
-    reports: dict[str, Report]
+    reports: dict[str, FusionReport]
     compiled: bool
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
