@@ -92,10 +92,9 @@ def inputs(shape: Shape, sets: Sets, device: torch.device, seed: int) -> Inputs:
     targets = torch.randint(shape.V, (shape.N,), generator=generator)
     firsts = offsets[:-1].clamp(max=max(0, len(ids) - 1))
     targets = torch.where(sizes > 0, ids[firsts], targets)
-    hidden = torch.randn(shape.N, shape.H, generator=generator).to(device, torch.bfloat16)
-    weight = (torch.randn(shape.V, shape.H, generator=generator) * 2 / shape.H**0.5).to(
-        device, torch.bfloat16
-    )
+    random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    hidden = torch.randn(shape.N, shape.H, **random).to(torch.bfloat16)
+    weight = (torch.randn(shape.V, shape.H, **random) * 2 / shape.H**0.5).to(torch.bfloat16)
     mask = SamplingMask(ids.to(device), offsets.to(device))
     found = Inputs(
         hidden[None],

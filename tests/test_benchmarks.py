@@ -34,7 +34,6 @@ from benchmarks import (
     tensor_parallel,
     topk,
     trainer_steps,
-    trainers,
     yardstick,
 )
 from benchmarks.__main__ import app
@@ -43,7 +42,6 @@ from benchmarks.ce_peers import eager_loss
 from benchmarks.distillation import DISTILLATION
 from benchmarks.distillation_peers import eager_loss as eager_jsd
 from benchmarks.layer_operators import Maker, operators
-from benchmarks.layer_peers import by_kind
 from benchmarks.medusa import MEDUSA
 from benchmarks.medusa_peers import eager_loss as eager_medusa
 from benchmarks.policy import POLICY
@@ -213,28 +211,6 @@ def test_a_wrong_gradient_is_seen(name):
         hook.remove()
 
 
-def test_what_fails_does_not_stop_the_others():
-    calls = []
-
-    def fails(*given):
-        raise AssertionError("chunk\nof the wrong size")
-
-    def exhausts(*given):
-        raise torch.OutOfMemoryError("40 GiB")
-
-    def fails_late(*given):
-        calls.append("once more")
-        if len(calls) > 2:
-            raise RuntimeError("Triton Error [CUDA]:\nout of memory")
-        return eager_loss(*given)
-
-    losses = {"fails": fails, "exhausts": exhausts, "fails late": fails_late, "eager": eager_loss}
-    rows = measured(CE, OBJECTIVES["CE"][1], losses)
-    assert [row["verdict"] for row in rows.values()] == ["failed", "out of memory", "failed", "ok"]
-    assert rows["fails"]["reason"] == "AssertionError: chunk of the wrong size"
-    assert [name for name, row in rows.items() if "ms" in row] == ["eager"]
-
-
 def test_a_wrong_row_of_ours_fails_the_run(monkeypatch):
     monkeypatch.setattr(measure, "LOSS_LIMIT", 0.0)
     result = invoke("ce", "--quick", "--device", "cpu", "--only", "logitless")
@@ -256,17 +232,6 @@ def test_a_wrong_operator_gets_no_time():
 
         row = layers.measured(name, operator, off, CPU, copies)
         assert row["verdict"] == verdict and ("forward" in row) == (verdict == "ok"), (name, factor)
-
-
-def test_an_operator_that_fails_does_not_stop_the_others():
-    def breaks(operator):
-        raise RuntimeError("no such\nkernel")
-
-    peers = {"logitless": lambda operator: operator.ours, "Liger": breaks, "FLA": by_kind({})}
-    section = layers.section(first_operator(), peers, CPU)
-    assert [row["verdict"] for row in section["rows"]] == ["ok", "failed"]
-    assert "RuntimeError: no such kernel" in layers.lines(section) and "logitless" in layers.lines(section)
-    assert layers.failed({"sections": [section]}) == []
 
 
 def test_a_wrong_top_k_gets_no_time():
@@ -320,37 +285,6 @@ def test_gradients_of_zero_are_wrong(monkeypatch):
     monkeypatch.setattr(steps, "one_run", lambda *given: LEARNED | {"grad_norms": [0.0, 0.0, 0.0]})
     result = invoke("step", "--device", "cpu", "--quick", "--only", "stock")
     assert result.exit_code == 1 and "stock: wrong" in result.output
-
-
-def breaks_down(*told):
-    os._exit(3)
-
-
-def test_a_process_that_hangs_or_breaks_down(monkeypatch):
-    pytest.importorskip("trl")
-    model, settings = steps.QUICK["tiny Qwen3"], steps.Settings("cpu", 0, logged=2, timed=1)
-    late = steps.one_run(model, steps.Configuration(), settings, 0.2)
-    assert late == {"verdict": "failed", "reason": "did not end within 0.2 s"}
-    monkeypatch.setattr(steps, "in_process", breaks_down)
-    broken = steps.one_run(model, steps.Configuration(), settings, 60)
-    assert broken == {"verdict": "failed", "reason": "exit status 3: no output"}
-
-
-def test_running_out_of_memory_is_a_result(monkeypatch, tmp_path):
-    """TRL's trainer at larger sizes is skipped; ours goes on."""
-    tried = []
-
-    def trained(case, scale, size, *given, ours):
-        tried.append((size, ours))
-        return dict(LEARNED) if ours or size < 128 else {"verdict": "out of memory"}
-
-    pytest.importorskip("trl")
-    monkeypatch.setattr(trainers, "QUICK", trainers.Scale(trainers.TINY, 32, (64, 128, 256), (4, 12), (8,)))
-    monkeypatch.setattr(trainer_steps, "save_model", lambda *given: None)
-    monkeypatch.setattr(trainer_steps, "measure", trained)
-    result = invoke("trl", "--quick", "--device", "cpu", "--only", "ORPO")
-    assert result.exit_code == 0, result.output
-    assert tried == [(64, False), (64, True), (128, False), (128, True), (256, True)]
 
 
 def sabotaged(folder: Path) -> Path:
@@ -452,18 +386,3 @@ def test_pages_are_those_of_the_results(tmp_path):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run `python -m benchmarks plot`"
     for drawn in ("ce.png", "layers.png"):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")
-
-
-def test_newest_result_is_the_latest_complete_one(tmp_path):
-    for name, changes in {
-        "z-old": {"date": "2026-01-01"},
-        "a-new": {"date": "2026-02-01"},
-        "b-partial": {"date": "2026-03-01", "complete": False},
-        "c-quick": {"date": "2026-03-01", "quick": True},
-        "d-other": {"date": "2026-03-01", "benchmark": "sweep"},
-    }.items():
-        document = report.new_document("ce", CPU, quick=False) | {"sections": [], "complete": True}
-        report.write_json(tmp_path / f"{name}.json", document | changes)
-    path, _ = report.newest("ce", tmp_path)
-    assert path.name == "a-new.json"
-    assert report.newest("gemm", tmp_path) is None

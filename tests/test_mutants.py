@@ -1,4 +1,4 @@
-"""Generated mutants: what is changed and what is left alone, which tests run, what is reported."""
+"""Generated mutants: what is changed, what is left alone, and one run."""
 
 import json
 import subprocess
@@ -13,8 +13,8 @@ pytest.importorskip("cosmic_ray", reason="cosmic-ray is in the dev extra")
 import typer  # noqa: E402
 
 from tests.mutants import __main__ as command  # noqa: E402
-from tests.mutants.generate import first_valid, places, sample  # noqa: E402
-from tests.mutants.running import run, select_tests  # noqa: E402
+from tests.mutants.generate import first_valid, places  # noqa: E402
+from tests.mutants.running import select_tests  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,38 +74,6 @@ def test_what_is_left_out(source):
     assert mutants(source) == set()
 
 
-def test_what_stands_beside_what_is_left_out():
-    assert mutants("x: Array[3] = 4") == {("x: Array[3] = 4", f"x: Array[3] = {x}") for x in (3, 5)}
-    assert {after for _, after in mutants("x = f(tile - 3)")} == {
-        "x = f(tile + 3)",
-        "x = f(tile - 2)",
-        "x = f(tile - 4)",
-    }
-    assert mutants("x = 3", "budget.py") == set()
-
-
-SOURCES = {
-    "small.py": "x = a + b\n",
-    "large.py": "\n".join(f"x{i} = a{i} + b{i}" for i in range(40)),
-    "empty.py": "",
-}
-
-
-def test_the_sample():
-    """Seeded, one mutant a place, at least one of every file, and the rest in proportion."""
-    drawn = sample(SOURCES, 20, 0)
-    assert drawn == sample(SOURCES, 20, 0) != sample(SOURCES, 20, 1)
-    assert len({(mutant.file, mutant.line) for mutant in drawn}) == 20
-    assert {"small.py", "large.py"} == {mutant.file for mutant in drawn}
-    assert len(sample(SOURCES, 1000, 0)) == 41
-    alone = sample({"large.py": SOURCES["large.py"]}, 10, 0)
-    assert {mutant.line for mutant in alone} <= {mutant.line for mutant in drawn if mutant.file == "large.py"}
-    for mutant in drawn:
-        before, after = SOURCES[mutant.file].splitlines(), mutant.code.splitlines()
-        (changed,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b]
-        assert changed == mutant.line and after[changed - 1] == mutant.after
-
-
 def test_every_folder_of_the_library_has_tests():
     one_of_each = {path.parent: path for path in sorted(ROOT.glob("logitless/**/*.py"))}
     assert len(one_of_each) > 5
@@ -118,29 +86,6 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dedent(text))
-
-
-def test_the_tests_of_a_file(tmp_path):
-    """Own name, imports, a word of the name; in all folders of tests below the topmost one."""
-    in_losses = ("losses/test_kto.py", "losses/test_other.py")
-    files = (*in_losses, "engine/test_all.py", "engine/deep/test_plan.py", "test_top.py")
-    write(tmp_path, {f"tests/{file}": "" for file in files})
-    write(tmp_path, {"tests/engine/test_uses.py": "from logitless.engine.deep import loop"})
-    library = ("top.py", "losses/kto.py", "engine/deep/loop.py", "engine/plan_steps.py")
-    write(tmp_path, {f"logitless/{file}": "" for file in library})
-
-    def found(file: str) -> list[str]:
-        return [test.removeprefix("tests/") for test in select_tests(tmp_path, f"logitless/{file}")]
-
-    assert found("losses/kto.py") == [*in_losses]
-    assert found("engine/deep/loop.py")[0] == "engine/test_uses.py"
-    assert found("engine/plan_steps.py")[0] == "engine/deep/test_plan.py"
-    assert set(found("engine/plan_steps.py")) == {f for f in files if "/" in f} | {"engine/test_uses.py"}
-    assert "test_top.py" in found("top.py")
-    write(tmp_path, {"logitless/alone/it.py": "@triton.jit\ndef f(): pass"})
-    (tmp_path / "tests/test_top.py").unlink()
-    with pytest.raises(ValueError, match=r"file: expected tests for logitless/alone/it.py, got none; add"):
-        found("alone/it.py")
 
 
 PROJECT = {
@@ -158,21 +103,6 @@ PROJECT = {
 
         def test_larger():
             assert larger(2, 1) and not larger(1, 1)
-    """,
-}
-
-
-WAITING = {
-    "logitless/wait.py": """
-        def wait(x):
-            while x:
-                pass
-    """,
-    "tests/test_wait.py": """
-        from logitless.wait import wait
-
-        def test_wait():
-            wait(0)
     """,
 }
 
@@ -222,59 +152,3 @@ def test_a_run(project, tmp_path):
     assert json.loads(record.read_text())["mutants"][-1]["line"] == dropped["line"]
     with pytest.raises(typer.BadParameter, match="another's"):
         command.main(seed=1, json_file=record, root=project)
-
-
-def test_a_mutant_that_does_not_end(project, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.mutants.running.GRACE", 2)
-    write(project, WAITING)
-    commit(project)
-    record = tmp_path / "record.json"
-    output = invoke(project, "wait.py", "--limit", "3", "--json", str(record))
-    assert outcomes(record) == {3: {"timed out"}} and "1 of 1 mutants caught (100.0%), 1 by time" in output
-
-
-CASES = """
-    import pytest
-
-    @pytest.mark.parametrize("case", range(6))
-    def test_first(case):
-        assert case != {failing}
-
-    def test_second():
-        assert False
-"""
-
-
-@pytest.mark.parametrize(("failing", "failed"), [(0, "first[0]"), (1, "second"), (5, "second")])
-def test_one_case_of_every_test_comes_first(tmp_path, failing, failed):
-    write(tmp_path, {"tests/test_it.py": CASES.format(failing=failing)})
-    assert (
-        run(tmp_path, ["tests/test_it.py"], 30, interpret=False).failed == f"tests/test_it.py::test_{failed}"
-    )
-
-
-FAILING = """
-    import builtins
-
-    def test_first():
-        builtins.marked = True
-
-    def test_after_another():
-        assert not hasattr(builtins, "marked")
-
-    def test_always():
-        assert False
-"""
-
-
-def test_two_trees_of_tests(project, tmp_path):
-    """The same mutants under the tests of another commit. What fails without them catches nothing."""
-    write(project, {"tests/test_it.py": FAILING})
-    commit(project)
-    records = {tests: tmp_path / f"{tests}.json" for tests in ("HEAD~1", "HEAD")}
-    for tests, record in records.items():
-        invoke(project, "--library", "HEAD~1", "--tests", tests, "--json", str(record))
-    assert outcomes(records["HEAD~1"]) == {3: {"caught"}, 6: {"survived"}}
-    assert outcomes(records["HEAD"]) == {3: {"survived"}, 6: {"survived"}}
-    left_out = ["tests/test_it.py::test_after_another", "tests/test_it.py::test_always"]
-    assert json.loads(records["HEAD"].read_text())["left_out"] == left_out

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -65,24 +66,26 @@ def test_sdist_holds_everything(built):
     assert not [name for name in names if name.endswith(".pyc")]
 
 
-def test_wheel_says_what_it_is(built):
+@pytest.fixture(scope="module")
+def metadata(built) -> Message:
+    """Of the wheel."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        said = message_from_bytes(archive.read(name))
-    assert said["Author"] == "logitless maintainers" and said["License-Expression"] == "Apache-2.0"
-    assert "Typing :: Typed" in said.get_all("Classifier") and "grpo" in said["Keywords"].split(",")
-    assert said["Description-Content-Type"] == "text/markdown"
-    addresses = dict(url.split(", ") for url in said.get_all("Project-URL"))
+        return message_from_bytes(archive.read(name))
+
+
+def test_wheel_says_what_it_is(metadata):
+    assert metadata["Author"] == "logitless maintainers" and metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier") and "grpo" in metadata["Keywords"].split(",")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    addresses = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
     assert {"Repository", "Issues", "Changelog", "Documentation"} <= addresses.keys()
 
 
-def test_the_readme_works_outside_of_the_repository(built):
+def test_the_readme_works_outside_of_the_repository(metadata):
     """On a package index no file lies beside it."""
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        said = message_from_bytes(archive.read(name))
-    (home,) = (url.split(", ")[1] for url in said.get_all("Project-URL") if url.startswith("Repository"))
-    readme = said.get_payload(decode=True).decode()
+    (home,) = (url.split(", ")[1] for url in metadata.get_all("Project-URL") if url.startswith("Repository"))
+    readme = metadata.get_payload(decode=True).decode()
     assert readme.startswith("# logitless") and f"({home}/raw/main/docs/ce.png)" in readme
     targets = re.findall(r"\]\(([^)]+)\)", readme)
     assert len(targets) > 15 and all(target.startswith(("https:", "#")) for target in targets)

@@ -57,9 +57,12 @@ SKIPPED = (
 ).split()
 
 
-@pytest.mark.skipif(
+needs_mypy = pytest.mark.skipif(
     importlib.util.find_spec("mypy") is None, reason="mypy, of the dev extra, is not installed"
 )
+
+
+@needs_mypy
 def test_mypy(tmp_path):
     skipped = ",".join(f"torch.{name}.*" for name in SKIPPED)
     (tmp_path / "mypy.ini").write_text(
@@ -69,9 +72,7 @@ def test_mypy(tmp_path):
     assert errors_of(["mypy"], tmp_path) == {"wrong.py": marked()}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mypy") is None, reason="mypy, of the dev extra, is not installed"
-)
+@needs_mypy
 def test_mypy_on_the_readme(tmp_path):
     """Its blocks as pasted, by mypy's own standards: they annotate nothing, so not by its strict ones."""
     skipped = ",".join(f"torch.{name}.*" for name in SKIPPED if name not in ("distributed", "optim"))

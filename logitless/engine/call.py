@@ -40,7 +40,7 @@ class Layers(NamedTuple):
     autocast: torch.dtype | None = None
 
 
-class Slots(NamedTuple):
+class TrainedIndices(NamedTuple):
     """The indices of a head's tensors among the trained tensors of a packed call."""
 
     hidden: int
@@ -73,9 +73,9 @@ class HeadCall:
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
     sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
     add_targets: bool = False  # whether a target that is missing from its row's set is added to the set
-    # Set by `unpack`: which tensors need a gradient, and their places among the trained tensors.
+    # Set by `unpack`: which tensors need a gradient, and their indices among the trained tensors.
     needs: Needs | None = None
-    slots: Slots | None = None
+    indices: TrainedIndices | None = None
     # The sizes and kernels of all ranks that share the head, once they are exchanged.
     shards: Shards | None = None
 

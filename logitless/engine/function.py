@@ -138,8 +138,12 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         names = signature.loss.objective.statistic_names(signature.loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
     solved = passes.solve(calls, fixed_dtypes=False)
-    run.plans.append(solved.plan)
-    sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
+    plan = solved.plan
+    if run.mode is Mode.ACCUMULATE_IN_BACKWARD:  # `signature` needs no gradients, the call does
+        (call,) = unpack(run.signature, tensors, sequences)
+        plan = passes.plan_into_main(call, solved)
+    run.plans.append(plan)
+    sums = [solved.gradients.sums.get(index) for index in range(len(signature.needs))]
     # None: the factor is 1, and the host knows it, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
@@ -249,7 +253,7 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
         deferred, gradients = operators.token_gradients(
             call, statistics, upstream, dlogp_dhidden, ctx.rows, fixed_dtypes=False
         )
-        sums = [gradients.sums.get(slot) for slot in range(len(run.signature.needs))]
+        sums = [gradients.sums.get(index) for index in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
 
 
@@ -265,17 +269,17 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
         _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, fixed_dtypes=False)
-    return _by_slot(run, d_hidden, d_bias)
+    return _by_index(run, d_hidden, d_bias)
 
 
 def _backward_added(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     _expect_one(upstream[0], on_host=ctx.run.signature.loss.compact)
-    return _by_slot(ctx.run, *ctx.saved_tensors)
+    return _by_index(ctx.run, *ctx.saved_tensors)
 
 
-def _by_slot(run: CallSpec, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
-    """Gradients by slot of the trained tensors: None for the weight, whose gradient is in `main`."""
-    hidden, _, bias, _ = run.signature.parts[0].slots
+def _by_index(run: CallSpec, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
+    """Gradients by index of the trained tensors: None for the weight, whose gradient is in `main`."""
+    hidden, _, bias, _ = run.signature.parts[0].indices
     gradients = [None] * len(run.signature.needs)
     if run.signature.needs[hidden]:
         gradients[hidden] = d_hidden

@@ -25,19 +25,19 @@ class SumDtypes(NamedTuple):
     bias: torch.dtype
 
 
-def sum_dtypes(call: HeadCall, *, multi_head: bool, fp32_d_weight: bool) -> SumDtypes:
+def sum_dtypes(call: HeadCall, *, multi_head: bool, d_weight_in_stat_dtype: bool) -> SumDtypes:
     """The dtypes of the sums of a head's gradients.
 
     Args:
         call: the head.
         multi_head: whether the public call has other heads.
-        fp32_d_weight: whether d_weight is summed in `stat_dtype`: over several chunks, and where the dtype
-            must not depend on the number of chunks.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` if the loss has no `accum_dtype`:
+            over several chunks, and where the dtype must not depend on the number of chunks.
     """
     weight = call.loss.accum_dtype
     if weight is None:
         # In fp16 the sum may overflow where the mean, which is smaller, does not.
-        weight = call.stat_dtype if fp32_d_weight or call.dtype == torch.float16 else call.dtype
+        weight = call.stat_dtype if d_weight_in_stat_dtype or call.dtype == torch.float16 else call.dtype
     hidden = call.stat_dtype if multi_head else d_hidden_dtype(call.dtype)
     return SumDtypes(hidden, weight, call.stat_dtype)
 
@@ -47,8 +47,8 @@ def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torc
     several = len(calls) > 1
     sums = {}
     for call in calls:
-        dtypes = sum_dtypes(call, multi_head=several, fp32_d_weight=True)
-        hidden, weight, bias, layers = call.slots
+        dtypes = sum_dtypes(call, multi_head=several, d_weight_in_stat_dtype=True)
+        hidden, weight, bias, layers = call.indices
         if call.needs.hidden:
             sums[hidden] = call.hidden.shape, dtypes.hidden
         if call.needs.weight:
@@ -57,9 +57,9 @@ def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torc
             shape = torch.Size((call.bias.shape[0], 1))
             sums[bias] = shape, call.bias.dtype if several else dtypes.bias
         if call.layers is not None:
-            for slot, (name, x) in zip(layers, call.layers.tensors.items(), strict=True):
+            for index, (name, x) in zip(layers, call.layers.tensors.items(), strict=True):
                 if name in call.layers.trained:
-                    sums[slot] = x.shape, x.dtype
+                    sums[index] = x.shape, x.dtype
     return sums
 
 
@@ -74,10 +74,10 @@ class Sum:
 class Gradients:
     """The sums of d_hidden, d_weight, d_bias and the layers' gradients over the chunks and heads of a call.
 
-    With several heads, the gradient of a tensor that heads share is summed in fp32. The gradient of a tensor
-    that one head uses is cast to the tensor's dtype when this head is done, so at most one such d_weight in
-    fp32 is alive. The early cast costs no precision: `finish` later multiplies by a power of two, which is
-    exact.
+    With several heads, a tensor's gradient is summed in `stat_dtype`, d_weight in `accum_dtype` if the loss
+    has one. The gradient of a weight or bias that one head uses is cast to the tensor's dtype when this head
+    is done, so at most one such sum is alive. After this cast `finish` multiplies by the deferred power of
+    two, which is exact, and by the upstream gradient, which rounds a second time unless it is a power of two.
 
     Args:
         calls: the heads, in order.
@@ -87,7 +87,7 @@ class Gradients:
             to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
 
     Attributes:
-        sums: the gradients up to `deferred`, by slot of the trained tensor: (N, H), (V, H), (V, 1), or the
+        sums: the gradients up to `deferred`, by index of the trained tensor: (N, H), (V, H), (V, 1), or the
             shape of a layer's parameter.
         deferred: the factor that the sums lack and the backward pass applies. 1.0 except in fp16. There it
             is None at first: the first head chooses a power of two that keeps the gradients near 1.
@@ -97,7 +97,7 @@ class Gradients:
         self._fixed_dtypes = fixed_dtypes
         self._main = main
         self._several = len(calls) > 1
-        self._last = {slot: call for call in calls for slot in call.slots[:3]}
+        self._last = {index: call for call in calls for index in call.indices[:3]}
         self.sums: dict[int, Tensor] = {}
         self.deferred = None if calls[0].dtype == torch.float16 else 1.0
         self._weight: Sum | None = None  # of the head between `open` and `close`
@@ -107,9 +107,9 @@ class Gradients:
         """Begin a head: allocate the sums of its d_weight and d_bias, or find those of an earlier head."""
         needs = call.needs
         V, H = call.weight.shape
-        _, weight, bias, _ = call.slots
+        _, weight, bias, _ = call.indices
         dtypes = sum_dtypes(
-            call, multi_head=self._several, fp32_d_weight=several_chunks or self._fixed_dtypes
+            call, multi_head=self._several, d_weight_in_stat_dtype=several_chunks or self._fixed_dtypes
         )
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
@@ -161,19 +161,19 @@ class Gradients:
                 total.total.zero_()
         if self._main is not None and call.needs.weight and self.deferred is None:
             self._main.mul_(deferred)
-        hidden, weight, bias, layers = call.slots
+        hidden, weight, bias, layers = call.indices
         if call.needs.hidden and hidden in self.sums:
             self.sums[hidden].add_(head.d_hidden)
         elif call.needs.hidden:
             self.sums[hidden] = head.d_hidden.to(call.stat_dtype) if self._several else head.d_hidden
         if head.layers is not None:
-            slots = dict(zip(call.layers.tensors, layers, strict=True))
+            indices = dict(zip(call.layers.tensors, layers, strict=True))
             for name, total in head.layers.sums.items():
-                self.sums[slots[name]] = total.to(call.layers.tensors[name].dtype)
+                self.sums[indices[name]] = total.to(call.layers.tensors[name].dtype)
         if self._several:
-            for slot, x in ((weight, call.weight), (bias, call.bias)):
-                if slot in self.sums and self._last[slot] is call:
-                    self.sums[slot] = self.sums[slot].to(x.dtype)
+            for index, x in ((weight, call.weight), (bias, call.bias)):
+                if index in self.sums and self._last[index] is call:
+                    self.sums[index] = self.sums[index].to(x.dtype)
         self._weight = self._bias = None
 
 
@@ -212,6 +212,13 @@ def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale
         raise value_error(name, f"weight's shape {shape}", tuple(main.shape), "one per weight")
     if main.dtype != stat:
         raise type_error(name, f"a {stat} tensor", main.dtype, "sum the micro-batches in full precision")
+    if call.loss.accum_dtype not in (None, main.dtype):
+        raise value_error(
+            "accum_dtype",
+            f"None or {main.dtype} with accumulate_into",
+            call.loss.accum_dtype,
+            "leave it out: d_weight is summed in the main gradient, in its dtype",
+        )
     if main.device != weight.device:
         raise value_error(name, f"weight's device {weight.device}", main.device, "move it there")
     if main.requires_grad:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine import passes
-from logitless.engine.call import HeadCall, Slots, d_hidden_dtype
+from logitless.engine.call import HeadCall, TrainedIndices, d_hidden_dtype
 from logitless.engine.gradients import Gradients, finish, finished_sums
 from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
@@ -131,7 +131,7 @@ def _restored(loss: type, values: Sequence, identity: str):
 
 def _part(plain: tuple) -> Part:
     coefficient, (hidden, weight, bias, layers), head, names = plain
-    return Part(coefficient, Slots(hidden, weight, bias, layers), head, names)
+    return Part(coefficient, TrainedIndices(hidden, weight, bias, layers), head, names)
 
 
 def register_module(module: nn.Module) -> str:
@@ -151,7 +151,7 @@ def graph_key(signature: Signature) -> str:
         name = loss.name_in_graphs()
     else:
         name = _register_values(type(loss), tuple([getattr(loss, field.name) for field in fields(loss)]))
-    plain = tuple([(part.coefficient, tuple(part.slots), part.head, part.names) for part in parts])
+    plain = tuple([(part.coefficient, tuple(part.indices), part.head, part.names) for part in parts])
     layers = ""
     if module is not None:
         id(module)  # makes Dynamo guard on the module's identity: another instance may compute otherwise
@@ -171,11 +171,11 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tensor) -> list[Tensor]:
-    return [_present(gradients.sums.get(slot), like) for slot in range(len(signature_of(key).needs))]
+    return [_present(gradients.sums.get(index), like) for index in range(len(signature_of(key).needs))]
 
 
 def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
-    """The sums of gradients by slot of `count` trained tensors; empty where a tensor needs none."""
+    """The sums of gradients by index of `count` trained tensors; empty where a tensor needs none."""
     like = calls[0].hidden
     sums = finished_sums(calls)
     nothing = torch.Size((0,)), calls[0].stat_dtype
@@ -301,7 +301,7 @@ def accumulate(
     """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], fixed_dtypes=fixed_dtypes, main=main)
     gradients = solved.gradients
-    hidden, _, bias, _ = call.slots
+    hidden, _, bias, _ = call.indices
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
     dtypes = call.hidden.dtype, None if d_bias is None else call.bias.dtype
     sums = gradients.sums.get(hidden), d_bias

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.call import HeadCall, Layers, Needs, Slots
+from logitless.engine.call import HeadCall, Layers, Needs, TrainedIndices
 from logitless.engine.sampling_mask import Sets
 from logitless.engine.spec import LossSpec
 
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """One head of a packed call."""
 
     coefficient: float
-    slots: Slots
+    indices: TrainedIndices
     head: int | None  # index k of the head's layers, `module.blocks(k)`; None without layers
     names: tuple[str, ...]  # names of the layers' tensors
 
@@ -52,16 +52,17 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
     for head in heads:
         number = None if head.layers is None else head.layers.head
         layers = {} if head.layers is None else head.layers.tensors
-        slots = []
+        indices = []
         for x in (head.hidden, head.weight, head.bias, *layers.values()):
-            slot = None if x is None else len(trained)
-            for index, packed in enumerate(trained):
+            index = None if x is None else len(trained)
+            for at, packed in enumerate(trained):
                 if packed is x:
-                    slot = index
-            if slot == len(trained):
+                    index = at
+            if index == len(trained):
                 trained.append(x)
-            slots.append(slot)
-        parts.append(Part(head.coefficient, Slots(*slots[:3], tuple(slots[3:])), number, tuple(layers)))
+            indices.append(index)
+        trained_indices = TrainedIndices(*indices[:3], tuple(indices[3:]))
+        parts.append(Part(head.coefficient, trained_indices, number, tuple(layers)))
     first = heads[0]
     last = heads[-1]
     grad = torch.is_grad_enabled()
@@ -86,8 +87,8 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     inputs = dict(zip(loss.roles, inputs, strict=True))
     calls = []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
-        hidden, weight, bias, layers = part.slots
-        trained = bool(layers) and any([needs[slot] for slot in layers])
+        hidden, weight, bias, layers = part.indices
+        trained = bool(layers) and any([needs[index] for index in layers])
         calls.append(
             HeadCall(
                 loss=loss,
@@ -106,16 +107,15 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 sets=None if sets.ids is None else sets,
                 add_targets=signature.add_targets,
                 needs=Needs(needs[hidden], needs[weight], bias is not None and needs[bias], trained),
-                slots=part.slots,
+                indices=part.indices,
             )
         )
     return calls
 
 
 def _layers(signature: Signature, part: Part, tensors: Sequence[Tensor | None]) -> Layers:
-    named = dict(zip(part.names, part.slots.layers, strict=True))
-    trained = tuple(name for name, slot in named.items() if signature.needs[slot])
+    named = dict(zip(part.names, part.indices.layers, strict=True))
+    trained = tuple(name for name, index in named.items() if signature.needs[index])
     autocast = signature.dtype if signature.autocast else None
-    return Layers(
-        signature.module, part.head, {name: tensors[slot] for name, slot in named.items()}, trained, autocast
-    )
+    layers = {name: tensors[index] for name, index in named.items()}
+    return Layers(signature.module, part.head, layers, trained, autocast)

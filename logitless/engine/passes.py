@@ -5,7 +5,7 @@ The passes run eagerly and below autograd. In a compiled graph they are the body
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Solved:
     deferred: float | Tensor  # factor that the gradients lack; 0-d where it is a tensor
     gradients: Gradients
     plan: Plan  # of the last head
+    rows: Rows  # of the last head
 
     @property
     def is_final(self) -> bool:
@@ -80,17 +81,17 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
 
 
 def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main: Tensor | None) -> Solved:
-    fp32_d_weight = fixed_dtypes or main is not None
+    d_weight_in_stat_dtype = fixed_dtypes or main is not None
     gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
     deferred = gradients.deferred
     losses = []
     metrics = []
     for call, rows in chosen:
-        plan = plan_for(call, rows, Pass.SOLVE, len(chosen), fp32_d_weight=fp32_d_weight)
+        plan = plan_for(call, rows, Pass.SOLVE, len(chosen), d_weight_in_stat_dtype=d_weight_in_stat_dtype)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = objective_of(call).for_loss(call, rows, plan, factors)
         head = projection_of(plan)(call, rows, gradients=True)
-        gradients.open(call, deferred, several_chunks=plan.sums > 1)
+        gradients.open(call, deferred, several_chunks=plan.d_weight_parts > 1)
         run(plan, rows.chunked, head, objective, gradients)
         if plan.strategy == "cached_grad":
             scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
@@ -104,7 +105,19 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, objective, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
-    return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, gradients, plan)
+    return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, gradients, plan, rows)
+
+
+def plan_into_main(call: HeadCall, solved: Solved) -> Plan:
+    """The plan of a call whose backward pass adds to a main gradient.
+
+    Args:
+        call: the call, with what needs a gradient: the backward pass solves it.
+        solved: the result of the forward pass, which computed no gradients.
+    """
+    call = call.with_shards(solved.rows.shards)
+    later = plan_for(call, solved.rows, Pass.SOLVE, d_weight_in_stat_dtype=True)
+    return replace(solved.plan, in_backward=later)
 
 
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
@@ -192,10 +205,10 @@ def token_gradients(
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in grads.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         grads = {name: x / deferred for name, x in grads.items()}
-    plan = plan_for(call, rows, Pass.GRADIENTS, fp32_d_weight=fixed_dtypes)
+    plan = plan_for(call, rows, Pass.GRADIENTS, d_weight_in_stat_dtype=fixed_dtypes)
     objective = objective_of(call).for_backward(call, rows, row_statistics, grads)
     head = projection_of(plan)(call, rows, gradients=True)
-    gradients.open(call, deferred, several_chunks=plan.sums > 1)
+    gradients.open(call, deferred, several_chunks=plan.d_weight_parts > 1)
     run(plan, rows.chunked, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
@@ -241,7 +254,7 @@ def keeps_dlogp_dhidden(call: HeadCall) -> bool:
 
 
 def plan_for(
-    call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, fp32_d_weight: bool = False
+    call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, d_weight_in_stat_dtype: bool = False
 ) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default budget.
 
@@ -253,7 +266,7 @@ def plan_for(
         rows: the rows to project.
         purpose: which pass.
         heads: how many heads the public call has.
-        fp32_d_weight: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
     """
     loss = call.loss
     device = call.weight.device
@@ -283,7 +296,7 @@ def plan_for(
     # Pass.STATISTICS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does
     # not count, as d_weight is in fp32 in any case.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
-    if summed and not fp32_d_weight and loss.accum_dtype is None:
+    if summed and not d_weight_in_stat_dtype and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize
     facts = Facts(
         rows.count,

@@ -4,17 +4,23 @@ A plan is a list of steps over rows. Rows are the supervised tokens (all tokens 
 the rows of a group are adjacent. A step projects its rows to logits. It may then *read* (compute per-token
 statistics of the logits), *evaluate* (compute the loss on a span of rows, and its gradient with respect to
 the statistics), and *write* (overwrite the logits with their gradient, and compute d_hidden and d_weight from
-it). Every strategy is such a list:
+it). Every strategy is such a list. In a pass that solves a call (`Pass.SOLVE`), with the number of products
+if hidden and weight are trained, or hidden alone with a frozen head:
 
-    fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
-    recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
-    cached_grad       read + write of d logp / d hidden, evaluate at the end       no d_weight: 2 products
-    loss_only         read ... read + evaluate                                    1 product
+    fused, resident   read + evaluate + write, chunk by chunk                     3 products; frozen head 2
+    recompute         read ... read + evaluate all of it, then write ... write    4 products
+    cached_grad       read + write of d logp / d hidden, evaluate at the end      frozen head: 2
+    loss_only         read ... read + evaluate                                    nothing is trained: 1
+
+Where the loss is computed outside the pass, from per-token statistics, the plan of `Pass.STATISTICS` only
+reads (recompute, loss_only) or also writes d logp / d hidden (cached_grad), and evaluates nothing. For
+recompute `Pass.GRADIENTS` then writes, in the backward pass. With `accumulate_into` the forward pass is
+loss_only, and the backward pass solves the call again: `Plan.in_backward`.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -95,24 +101,29 @@ class Plan:
     """A strategy and its steps; `out.plan` is the plan of a call.
 
     Attributes:
-        strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed".
+        strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed" (resident and
+            recompute groups: `parts`).
         steps: the chunks, in order.
         rows: projected tokens: the supervised ones, or all with `compact=False`.
         row_bytes: bytes of one row of logits and of its temporaries.
         budget: bytes that a chunk may take: `logits_budget` less `fixed_bytes`.
-        chunks: number of chunks of logits that are projected.
+        chunks: number of chunks of logits that are projected; a chunk that is projected twice in this pass
+            counts twice.
         token_chunk: rows of the largest chunk.
         parts: the strategies of the groups, if they differ.
         columns: number of logits that are computed per row; 0 if the logits of all ids are.
         backward: number of products for the gradient of a chunk: one for d_hidden, one for d_weight.
         later: number of products per row that the backward pass adds where the forward pass computes only
-            statistics (`reduction="none"`); 0 where the forward pass computes the gradients.
+            statistics (`reduction="none"`); 0 in other calls.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
         heads: number of heads of the call; the plan is that of the last head.
         logits: the dtype in which the statistics read the logits, such as "bfloat16" for rounded logits, or
             "float32" for the accumulators of the product.
         replay: the number of tokens of each kind, in a call with a sampling mask; `rows` counts the projected
             tokens alone.
+        in_backward: the plan of the backward pass, where the backward pass projects every chunk again and
+            computes the gradients (`accumulate_into` without `accumulate_now`); else None. The attributes
+            above then describe the forward pass.
     """
 
     strategy: str
@@ -130,6 +141,7 @@ class Plan:
     heads: int = 1
     logits: str = ""
     replay: Replayed | None = None
+    in_backward: "Plan | None" = None
 
     @property
     def replayed(self) -> int | None:
@@ -147,8 +159,8 @@ class Plan:
         return None if self.replay is None else self.replay.kept_ids
 
     @property
-    def sums(self) -> int:
-        """Number of parts that are added to d_weight, an upper bound."""
+    def d_weight_parts(self) -> int:
+        """Number of parts of which d_weight is the sum, an upper bound: chunks, and gathered rows."""
         return self.chunks + sum(step.kind is Kind.GATHERED for step in self.steps)
 
     @property
@@ -157,10 +169,11 @@ class Plan:
 
     @property
     def products(self) -> float:
-        """Products with the head per projected token, forward and backward; 0 for gathered columns.
-
-        With a sampling mask per supervised token, so 0 where every token has a small set.
+        """Products with the head per projected token, of the forward and the backward pass together; 0 for
+        gathered columns. With a sampling mask per supervised token, so 0 where every token has a small set.
         """
+        if self.in_backward is not None:
+            return replace(self, in_backward=None).products + self.in_backward.products
         if self.columns or not self.rows:
             return 0.0
         projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
@@ -173,7 +186,11 @@ class Plan:
         return self.describe()
 
     def describe(self) -> str:
-        """The plan in one line, as `print(out.plan)` shows it."""
+        """The plan in one line, as `print(out.plan)` shows it: both passes with `accumulate_into`."""
+        if self.in_backward is not None:
+            passes = replace(self, in_backward=None).describe(), self.in_backward.describe()
+            total = f", {self.products:.3g} products in all" if self.products else ""
+            return f"{passes[0]}; then, in the backward pass, {passes[1]}{total}"
         head = f"the last of {self.heads} heads: " if self.heads > 1 else ""
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""

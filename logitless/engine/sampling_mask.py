@@ -12,9 +12,9 @@ from logitless.errors import check_choice
 
 NAME = "sampling_mask"
 IDS = (torch.int32, torch.int64)
-# What to do with a target that is missing from its row's set.
 # The per-token statistics of a set; see `kernels.ids.sets.set_statistics`.
 STATISTICS_OF_SETS = ("logps", "lse", "entropy", "is_top1")
+# What to do with a target that is missing from its row's set.
 MISSING = ("raise", "add")
 
 

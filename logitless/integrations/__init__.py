@@ -1,8 +1,9 @@
-"""One module per training framework, which puts our losses in the place of that framework's own.
+"""One module per training framework, which replaces the framework's loss by one of logitless.
 
-`FRAMEWORKS` names the modules. Importing this package imports none of them, and no framework. A module
-imports its own framework alone. What replaces a name of a framework does so when `patch()` or `register()` is
-called, and `undo()` restores the name; `verl_on` alone patches when it is imported.
+The keys of `FRAMEWORKS` are the names of the modules. Importing this package imports no module of it, and no
+framework; a module imports only its framework. A module patches its framework only when `patch()` or
+`register()` is called; the function that these return restores the original. The exception is `verl_on`,
+which patches verl when it is imported.
 
 Only users import this package: nothing else in the library does.
 """
@@ -11,12 +12,12 @@ from typing import NamedTuple
 
 
 class Framework(NamedTuple):
-    """A framework that has a module here.
+    """A framework that this package has a module for.
 
     Attributes:
         package: the name of its distribution.
         tested: the version that the module's tests run with.
-        source: where to get it if no package index has it.
+        source: where to install it from if it is on no package index.
     """
 
     package: str
@@ -31,11 +32,9 @@ class Framework(NamedTuple):
     @property
     def install(self) -> str:
         """How to install the tested version."""
-        return (
-            f"install it from {self.source}"
-            if self.source
-            else f"pip install '{self.package}=={self.minor}.*'"
-        )
+        if self.source is not None:
+            return f"install it from {self.source}"
+        return f"pip install '{self.package}=={self.minor}.*'"
 
 
 FRAMEWORKS = {

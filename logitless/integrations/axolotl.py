@@ -1,4 +1,4 @@
-"""axolotl 0.21.0: a plugin that makes the model's labelled calls compute their loss without full logits.
+"""axolotl 0.21.0: a plugin with which the model's labelled calls compute their loss without full logits.
 
     plugins:
       - logitless.integrations.axolotl.LogitlessPlugin
@@ -14,19 +14,19 @@ from typing import Any
 from torch import nn
 
 from logitless.errors import message, value_error, warn
-from logitless.integrations.versions import announce, check_version, unavailable
+from logitless.integrations.versions import check_version, log_replacement, unavailable_error
 from logitless.models import fuse_layers, patch_model
 
 try:
     from axolotl.integrations.base import BasePlugin
     from pydantic import BaseModel, Field, model_validator
 except ImportError as error:
-    raise unavailable("axolotl", error) from error
+    raise unavailable_error("axolotl", error) from error
 
-# axolotl shows the INFO lines of loggers with its own name alone.
+# axolotl shows INFO lines only of loggers whose names begin with "axolotl".
 LOGGER = logging.getLogger("axolotl.logitless")
-# Keys of axolotl with which the loss is computed elsewhere, or from logits.
-EXCLUDED = (
+# Keys of axolotl with which another code computes the loss, or one that needs logits
+INCOMPATIBLE_KEYS = (
     "cut_cross_entropy",
     "chunked_cross_entropy",
     "flash_attn_cross_entropy",
@@ -38,7 +38,7 @@ EXCLUDED = (
     "orpo_alpha",
     "kd_trainer",
 )
-LIGER_LAYERS = (
+LIGER_LAYER_KEYS = (
     "liger_rope",
     "liger_rms_norm",
     "liger_rms_norm_gated",
@@ -46,7 +46,7 @@ LIGER_LAYERS = (
     "liger_swiglu",
     "liger_glu_activation",
 )
-PARALLEL = ("context_parallel_size", "sequence_parallel_degree")
+PARALLEL_SIZE_KEYS = ("context_parallel_size", "sequence_parallel_degree")
 
 
 class LogitlessArgs(BaseModel):
@@ -65,21 +65,21 @@ class LogitlessArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_logitless(cls, data: Any) -> Any:
-        """Refuse the keys of axolotl that exclude the plugin."""
+        """Raise ValueError for a key of axolotl that the plugin does not support."""
         if data.get("logitless", True):
-            for key in EXCLUDED:
+            for key in INCOMPATIBLE_KEYS:
                 if data.get(key):
                     remedy = f"leave {key} out, or set logitless: false"
-                    raise value_error(key, "nothing beside logitless", data[key], remedy)
-            for key in PARALLEL:
+                    raise value_error(key, "unset if logitless is enabled", data[key], remedy)
+            for key in PARALLEL_SIZE_KEYS:
                 if (data.get(key) or 1) > 1:
                     remedy = "axolotl gathers logits there; set logitless: false"
-                    raise value_error(key, "1 beside logitless", data[key], remedy)
+                    raise value_error(key, "1 if logitless is enabled", data[key], remedy)
         if data.get("logitless_fused_layers"):
-            for key in LIGER_LAYERS:
+            for key in LIGER_LAYER_KEYS:
                 if data.get(key):
                     remedy = f"leave {key} out, as both replace the same layers"
-                    raise value_error(key, "nothing beside logitless_fused_layers", data[key], remedy)
+                    raise value_error(key, "unset if logitless_fused_layers is enabled", data[key], remedy)
         return data
 
 
@@ -90,13 +90,13 @@ class LogitlessPlugin(BasePlugin):
         return "logitless.integrations.axolotl.LogitlessArgs"
 
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
-        """Patch the model, and fuse its layers if the config says so."""
+        """Patch the model, and fuse its layers with `logitless_fused_layers`."""
         check_version("axolotl")
         if cfg.logitless is not False and cfg.rl:
-            expected = "nothing beside logitless, as the trainer keeps its own loss"
+            expected = "unset if logitless is enabled, because its trainers keep their own losses"
             warn(message("rl", expected, cfg.rl, "set logitless: false"), UserWarning)
         elif cfg.logitless is not False:
             patch_model(model, logits_budget=cfg.logitless_budget)
-            announce("axolotl", "loss of labelled calls", cfg.logitless_budget, logger=LOGGER)
+            log_replacement("axolotl", "loss of labelled calls", cfg.logitless_budget, logger=LOGGER)
         if cfg.logitless_fused_layers:
             fuse_layers(model)

@@ -1,9 +1,9 @@
-"""ms-swift 4.6.0: `swift sft` and `swift pt`, by a callback.
+"""ms-swift 4.6.0: a callback for `swift sft` and `swift pt`.
 
     swift sft --external_plugins plugin.py --callbacks logitless ...
 
 where plugin.py has the lines `from logitless.integrations import ms_swift` and `ms_swift.register()`. The
-callback patches the model (`patch_model`) when training begins, and restores it at the end.
+callback patches the model with `patch_model` when training begins, and removes the patch when training ends.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from logitless.errors import value_error
-from logitless.integrations.versions import announce, find
+from logitless.integrations.versions import import_owner, log_replacement
 from logitless.models import patch_model
 
-# Arguments with which the trainer computes its loss from logits, and the value without.
-NEUTRAL = {
+# Arguments with which the trainer computes its loss from logits, and the values with which it does not
+REQUIRED_VALUES = {
     "enable_dft_loss": False,
     "enable_channel_loss": False,
     "label_smoothing_factor": 0,
@@ -27,24 +27,23 @@ NEUTRAL = {
 
 
 def register(name: str = "logitless", *, logits_budget: int | None = None) -> Callable[[], None]:
-    """Make `--callbacks logitless` known to ms-swift.
+    """Register the callback with ms-swift, for `--callbacks logitless`.
 
     Args:
         name: the name of the callback.
         logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
 
     Returns:
-        A function that removes the name.
+        A function that removes the callback.
 
     Raises:
         ImportError: ms-swift is not installed, or has moved `swift.callbacks.callbacks_map`.
         ValueError: ms-swift has a callback of that name.
     """
-    owner, table = find("ms_swift", "swift.callbacks:callbacks_map")
+    owner, table = import_owner("ms_swift", "swift.callbacks:callbacks_map")
     callbacks = getattr(owner, table)
     if name in callbacks:
-        remedy = "pick another one"
-        raise value_error("name", "one that no callback has", repr(name), remedy)
+        raise value_error("name", "one that no callback has", repr(name), "pick another one")
     callbacks[name] = partial(LogitlessCallback, logits_budget=logits_budget)
 
     def undo() -> None:
@@ -62,18 +61,19 @@ class LogitlessCallback(TrainerCallback):
         logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
 
     Raises:
-        ValueError: when training begins, an argument with which the trainer computes its loss from logits,
-            or a trainer that reads logits, such as those of `swift rlhf`.
+        ValueError: when training begins, if an argument makes the trainer compute its loss from logits, or
+            the trainer always reads logits, as those of `swift rlhf` do.
     """
 
     def __init__(self, args: Any, trainer: Any, *, logits_budget: int | None = None):
-        self.trainer, self.logits_budget = trainer, logits_budget
+        self.trainer = trainer
+        self.logits_budget = logits_budget
         self.undo: Callable[[], None] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        check(args, self.trainer)
+        check_trainer(args, self.trainer)
         self.undo = patch_model(model, logits_budget=self.logits_budget)
-        announce("ms-swift", f"loss of {type(self.trainer).__name__}", self.logits_budget)
+        log_replacement("ms-swift", f"loss of {type(self.trainer).__name__}", self.logits_budget)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.undo is not None:
@@ -81,23 +81,23 @@ class LogitlessCallback(TrainerCallback):
             self.undo = None
 
 
-def check(args: Any, trainer: Any) -> None:
+def check_trainer(args: Any, trainer: Any) -> None:
     """Raise ValueError if this trainer computes its loss from logits."""
-    kind = type(trainer).__name__
+    trainer_name = type(trainer).__name__
     template = trainer.template
     remedy = "take logitless out of --callbacks"
-    if kind != "Seq2SeqTrainer":
-        raise value_error("callbacks", "swift sft or swift pt for logitless", kind, remedy)
-    for name, neutral in NEUTRAL.items():
-        value = getattr(args, name, neutral)
-        if value != neutral:
-            raise value_error(name, f"{neutral} with --callbacks logitless", value, f"set it to {neutral}")
+    if trainer_name != "Seq2SeqTrainer":
+        raise value_error("callbacks", "swift sft or swift pt for logitless", trainer_name, remedy)
+    for name, required in REQUIRED_VALUES.items():
+        value = getattr(args, name, required)
+        if value != required:
+            raise value_error(name, f"{required} with --callbacks logitless", value, f"set it to {required}")
     size = template.sequence_parallel_size
     if size != 1:
         raise value_error("sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")
-    binary = template.is_binary_loss_scale
-    if binary is None:
-        binary = template.loss_scale.is_binary_loss_scale
-    if not binary:
+    is_binary = template.is_binary_loss_scale
+    if is_binary is None:
+        is_binary = template.loss_scale.is_binary_loss_scale
+    if not is_binary:
         expected = "one that keeps or drops tokens, such as 'default' or 'last_round'"
         raise value_error("loss_scale", expected, "one with other weights than 0 and 1", remedy)

@@ -1,10 +1,10 @@
-"""NeMo-Automodel 0.7.0: cross-entropy of its recipes, from hidden states and the LM head.
+"""NeMo-Automodel 0.7.0: the cross-entropy of its recipes, from hidden states and the LM head.
 
     loss_fn:
       _target_: logitless.integrations.nemo_automodel.LogitlessCrossEntropy
       logits_budget: 2684354560
 
-Its recipes hand hidden states to every `LinearCrossEntropy`. The class is a `ChunkedCrossEntropy`, whose
+Its recipes pass hidden states to every `LinearCrossEntropy`. The class is a `ChunkedCrossEntropy`, whose
 `prepare_lm_weight` checks the head, gathers it from FSDP2 and casts it to the dtype of the products.
 """
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from logitless.errors import value_error
-from logitless.integrations.versions import announce, check_version, unavailable
+from logitless.integrations.versions import check_version, log_replacement, unavailable_error
 from logitless.losses import CrossEntropyLoss
 
 try:
     from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 except ImportError as error:
-    raise unavailable("nemo_automodel", error) from error
+    raise unavailable_error("nemo_automodel", error) from error
 
 
 class LogitlessCrossEntropy(ChunkedCrossEntropy):
@@ -38,7 +38,7 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
         self.loss = CrossEntropyLoss(
             ignore_index=ignore_index, reduction=reduction, logits_budget=logits_budget
         )
-        announce("NeMo-Automodel", "ChunkedCrossEntropy", logits_budget)
+        log_replacement("NeMo-Automodel", "ChunkedCrossEntropy", logits_budget)
 
     def forward(
         self,
@@ -52,7 +52,12 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
         mask: Tensor | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """See `ChunkedCrossEntropy.forward`: the same arguments, and the same loss."""
+        """Return the loss of `ChunkedCrossEntropy.forward`, with the same arguments.
+
+        Raises:
+            ValueError: `num_label_tokens` or `loss_weights` with another reduction than "sum"; `logits_dtype`
+                is not None, torch.float32 or the dtype of the head.
+        """
         if self.reduction != "sum" and (num_label_tokens is not None or loss_weights is not None):
             remedy = "num_label_tokens and loss_weights are for a sum"
             raise value_error("reduction", "'sum'", repr(self.reduction), remedy)
@@ -61,7 +66,7 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
             remedy = "let the head's dtype be that of the logits"
             raise value_error("logits_dtype", expected, logits_dtype, remedy)
         if hidden_states.ndim == 3 and hidden_states.shape[0] == 1 and labels.ndim == 1:
-            hidden_states = hidden_states[0]  # packed sequences
+            hidden_states = hidden_states[0]  # packed sequences (1, n, H), with labels (n,)
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         loss = self.loss(
             hidden_states.to(weight.dtype),

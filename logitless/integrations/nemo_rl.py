@@ -1,8 +1,8 @@
 """NeMo-RL, main of 2026-08-22 (0.6.0): the log-probabilities of its Megatron policy.
 
 `patch()`, called in the policy's workers, replaces the function behind
-`policy.megatron_cfg.use_fused_linear_logprobs: true`. `fused_linear_logprobs_chunk_size` has no effect then:
-`logits_budget` bounds the memory.
+`policy.megatron_cfg.use_fused_linear_logprobs: true`. `fused_linear_logprobs_chunk_size` then has no effect,
+because `logits_budget` bounds the memory.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from logitless.errors import value_error
 from logitless.integrations.sequences import GatherSequence
-from logitless.integrations.versions import announce, find, replace_function
+from logitless.integrations.versions import import_owner, log_replacement, replace_function
 from logitless.losses import linear_logprobs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SEAM = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
+LOGPROBS_FUNCTION = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
 
 
 def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
@@ -35,10 +35,10 @@ def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
     Raises:
         ImportError: NeMo-RL is not installed, or has moved the function.
     """
-    owner, name = find("nemo_rl", SEAM)
-    ours = partial(from_parallel_hidden_states_to_logprobs, logits_budget=logits_budget)
-    undo = replace_function("nemo_rl", owner, name, ours)
-    announce("NeMo-RL", name, logits_budget)
+    owner, name = import_owner("nemo_rl", LOGPROBS_FUNCTION)
+    replacement = partial(from_parallel_hidden_states_to_logprobs, logits_budget=logits_budget)
+    undo = replace_function("nemo_rl", owner, name, replacement)
+    log_replacement("NeMo-RL", name, logits_budget)
     return undo
 
 
@@ -64,7 +64,7 @@ def from_parallel_hidden_states_to_logprobs(
         runtime_gather_output: has no effect, as in NeMo-RL.
         target: (b, s) token ids.
         vocab_start_index: the first id of this rank's rows.
-        vocab_end_index: the id behind the last one.
+        vocab_end_index: the last id of this rank's rows, plus 1.
         tp_group: the tensor-parallel group.
         inference_only: whether no gradient is needed.
         cp_group: None, or a group of one rank.
@@ -77,34 +77,34 @@ def from_parallel_hidden_states_to_logprobs(
     Raises:
         ValueError: context parallelism, uneven shards of the vocabulary, or no sequence parallelism.
     """
-    hidden, weight = tensor_parallel_hidden_states, output_weight_layer
-    contexts = 1 if cp_group is None else cp_group.size()
-    if contexts != 1:
-        raise value_error("cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false")
+    hidden = tensor_parallel_hidden_states
+    weight = output_weight_layer
+    cp_size = 1 if cp_group is None else cp_group.size()
+    if cp_size != 1:
+        raise value_error("cp_group", "1 rank", cp_size, "set use_fused_linear_logprobs to false")
     rows = len(weight)
-    start = tp_group.rank() * len(weight)
-    got = (vocab_start_index, vocab_end_index)
-    expected = (start, start + rows)
-    if got != expected:
+    start = tp_group.rank() * rows
+    indices = (vocab_start_index, vocab_end_index)
+    expected_indices = (start, start + rows)
+    if indices != expected_indices:
         remedy = "shard the vocabulary evenly"
-        raise value_error("vocab_start_index, vocab_end_index", str(expected), got, remedy)
+        raise value_error("vocab_start_index, vocab_end_index", str(expected_indices), indices, remedy)
     b, s = target.shape
-    shape = (s // tp_group.size(), b)
-    remedy = "set policy.megatron_cfg.sequence_parallel to true"
-    if hidden.shape[:-1] != shape:
-        expected = f"shape {shape} and the hidden size"
-        got = tuple(hidden.shape)
-        raise value_error("tensor_parallel_hidden_states", expected, got, remedy)
-    several = tp_group.size() > 1
-    if several:
-        # d_hidden is whole on every rank, so the backward pass slices it.
+    expected_shape = (s // tp_group.size(), b)
+    if hidden.shape[:-1] != expected_shape:
+        expected = f"shape {expected_shape} and the hidden size"
+        remedy = "set policy.megatron_cfg.sequence_parallel to true"
+        raise value_error("tensor_parallel_hidden_states", expected, tuple(hidden.shape), remedy)
+    has_tensor_parallel = tp_group.size() > 1
+    if has_tensor_parallel:
+        # Every rank has all of d_hidden, so the backward pass slices it.
         hidden = GatherSequence.apply(hidden, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         result = linear_logprobs(
             hidden.transpose(0, 1)[:, :-1],
             weight,
             target[:, 1:],
-            tp_group=tp_group if several else None,
+            tp_group=tp_group if has_tensor_parallel else None,
             logits_budget=logits_budget,
         )
     return result.logps

@@ -1,7 +1,8 @@
-"""How hidden states cross a tensor-parallel group, where our gradient of them is whole on every rank.
+"""Autograd functions for hidden states in a tensor-parallel group.
 
-`tp_group` sums d_hidden over the group, so each rank has the gradient of the whole loss. The fused kernels of
-frameworks leave each rank a part of it, which the framework's own backward passes sum.
+A loss with `tp_group` sums d_hidden over the group, so each rank gets the gradient of the whole loss. The
+fused kernels of frameworks return on each rank only its summand, and a later backward pass of the framework
+sums over the ranks.
 """
 
 from typing import TYPE_CHECKING
@@ -31,10 +32,10 @@ class GatherSequence(torch.autograd.Function):
         return grad[ctx.rows], None
 
 
-class PartOfGradient(torch.autograd.Function):
+class DivideGradient(torch.autograd.Function):
     """Identity whose gradient is divided by the number of ranks, for a later sum over the ranks.
 
-    The gradient is expected to be equal on all ranks, so the sum is the gradient again.
+    The gradient is expected to be equal on all ranks, so the sum is equal to the gradient.
     """
 
     @staticmethod

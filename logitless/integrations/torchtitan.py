@@ -4,8 +4,8 @@ In a function of a config registry:
 
     loss=LogitlessLoss.Config()
 
-in the place of `ChunkedLossWrapper.Config(...)`. The trainer hands hidden states to a `ChunkedLossWrapper`
-alone, so the loss is a subclass of it.
+in the place of `ChunkedLossWrapper.Config(...)`. The trainer passes hidden states to no other loss than a
+`ChunkedLossWrapper`, so `LogitlessLoss` is a subclass of it.
 """
 
 from dataclasses import dataclass
@@ -16,45 +16,45 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from logitless.errors import type_error, value_error
-from logitless.integrations.versions import announce, check_version, unavailable
+from logitless.integrations.versions import check_version, log_replacement, unavailable_error
 from logitless.losses import CrossEntropyLoss
 
 try:
-    from torchtitan.components import loss as stock
+    from torchtitan.components import loss as torchtitan_loss
     from torchtitan.distributed.spmd_types import spmd_mesh_size
     from torchtitan.distributed.utils import get_spmd_backend
 except ImportError as error:
-    raise unavailable("torchtitan", error) from error
+    raise unavailable_error("torchtitan", error) from error
 
-# Inputs of the trainer that a cross-entropy does not read.
-UNREAD = ("positions",)
+# Inputs of the trainer that a cross-entropy does not use
+UNUSED_INPUTS = ("positions",)
 
 
-class LogitlessLoss(stock.ChunkedLossWrapper):
+class LogitlessLoss(torchtitan_loss.ChunkedLossWrapper):
     """Cross-entropy that keeps one chunk of logits in memory, within `logits_budget` bytes.
 
     Sequences may have any length. `num_chunks` has no effect: the budget sets the number of chunks.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(stock.ChunkedLossWrapper.Config):
+    class Config(torchtitan_loss.ChunkedLossWrapper.Config):
         logits_budget: int | None = None
         """Bytes that a chunk of logits and its temporaries may take; default the library's."""
         compact: bool = False
-        """Whether ignored tokens are left out of the products with the head. It needs a host sync, which the
-        trainer's CUDA graphs (on by default) do not allow: set `training.disable_cuda_graphs` too."""
+        """Whether to exclude ignored tokens from the products with the head. This needs a host sync, which is
+        not possible in the trainer's CUDA graphs (on by default): set `training.disable_cuda_graphs` too."""
 
     def __init__(self, config: Config, *, compile_config: Any = None):
-        inner = type(config.loss_fn)
-        if inner is not stock.CrossEntropyLoss.Config:
+        loss_config = type(config.loss_fn)
+        if loss_config is not torchtitan_loss.CrossEntropyLoss.Config:
             remedy = "keep ChunkedLossWrapper for other losses"
-            raise value_error("loss_fn", "CrossEntropyLoss.Config", inner.__qualname__, remedy)
-        # The loss per chunk, which compile_config would compile, is not used.
+            raise value_error("loss_fn", "CrossEntropyLoss.Config", loss_config.__qualname__, remedy)
+        # Without compile_config: it compiles the wrapper's loss of a chunk, which is not used.
         super().__init__(config)
         check_version("torchtitan")
         self.logits_budget = config.logits_budget
         self.compact = config.compact
-        announce("torchtitan", "ChunkedLossWrapper", config.logits_budget)
+        log_replacement("torchtitan", "ChunkedLossWrapper", config.logits_budget)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """Set the LM head, a linear layer."""
@@ -70,17 +70,20 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the tokens' losses divided by `global_valid_tokens`, and no metrics.
+        """Return the sum of the tokens' losses divided by `global_valid_tokens`, and no metrics.
 
         Args:
-            pred: (B, L, H), of a forward pass without the LM head.
+            pred: (B, L, H) hidden states, from a forward pass without the LM head.
             labels: (B, L), shifted.
-            global_valid_tokens: the number of labels of all ranks.
-            **loss_inputs: what a cross-entropy does not read (`positions`).
+            global_valid_tokens: the number of labels of all ranks; None does not divide.
+            **loss_inputs: inputs that a cross-entropy does not use (`positions`).
+
+        Raises:
+            ValueError: another input, or a parallelism that is not supported.
         """
-        unknown = [name for name in loss_inputs if name not in UNREAD]
+        unknown = [name for name in loss_inputs if name not in UNUSED_INPUTS]
         if unknown:
-            expected = f"inputs that a cross-entropy does not read ({', '.join(UNREAD)})"
+            expected = f"inputs that a cross-entropy does not use ({', '.join(UNUSED_INPUTS)})"
             remedy = "keep ChunkedLossWrapper for losses with inputs of their own"
             raise value_error("loss_inputs", expected, ", ".join(unknown), remedy)
         if isinstance(labels, DTensor):
@@ -96,7 +99,7 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
         if isinstance(weight, DTensor) and "tp" in weight.device_mesh.mesh_dim_names:
             tp_group = weight.device_mesh["tp"]
         if isinstance(pred, DTensor):
-            # d_hidden is whole on every rank of a tensor-parallel group.
+            # Every rank of a tensor-parallel group gets all of d_hidden.
             pred = pred.to_local(grad_placements=[Replicate()] * pred.device_mesh.ndim)
         options = {"logits_budget": self.logits_budget, "compact": self.compact, "tp_group": tp_group}
         loss_fn = CrossEntropyLoss(reduction="sum", **options)

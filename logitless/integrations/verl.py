@@ -6,9 +6,9 @@
   default) and "liger";
 * `linear_cross_entropy`, of impl_backend "triton" and of Megatron.
 
-`logitless.integrations.verl_on` patches when it is imported: `actor_rollout_ref.model.external_lib` names it.
-Labels come rolled by one position. The last position of a sequence is scored on an id of another one, and
-masked by verl later.
+`logitless.integrations.verl_on` patches verl when it is imported, by `actor_rollout_ref.model.external_lib`.
+verl passes labels that are rolled by one position. The label of a sequence's last position belongs to another
+sequence; verl masks the result there.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from logitless.errors import value_error
-from logitless.integrations.sequences import PartOfGradient
-from logitless.integrations.versions import announce, find, replace, replace_function
+from logitless.integrations.sequences import DivideGradient
+from logitless.integrations.versions import (
+    import_owner,
+    log_replacement,
+    replace_attribute,
+    replace_function,
+)
 from logitless.losses import linear_logprobs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FSDP = "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward"
-MEGATRON = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
+FSDP_FUNCTION = "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward"
+MEGATRON_FUNCTION = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
 
 
 def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
@@ -41,8 +46,8 @@ def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
     Raises:
         ImportError: verl is not installed, or has moved one of the functions.
     """
-    owner, name = find("verl", FSDP)
-    module, function = find("verl", MEGATRON)
+    fsdp_class, fsdp_name = import_owner("verl", FSDP_FUNCTION)
+    megatron_module, megatron_name = import_owner("verl", MEGATRON_FUNCTION)
 
     def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
         result = linear_logprobs(
@@ -55,10 +60,10 @@ def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
         )
         return result.logps, result.entropy
 
-    undo_forward = replace([owner], name, forward)
-    ours = partial(linear_cross_entropy, logits_budget=logits_budget)
-    undo_function = replace_function("verl", module, function, ours)
-    announce("verl", "FusedLinearForPPO.forward and linear_cross_entropy", logits_budget)
+    undo_forward = replace_attribute([fsdp_class], fsdp_name, forward)
+    replacement = partial(linear_cross_entropy, logits_budget=logits_budget)
+    undo_function = replace_function("verl", megatron_module, megatron_name, replacement)
+    log_replacement("verl", "FusedLinearForPPO.forward and linear_cross_entropy", logits_budget)
 
     def undo() -> None:
         undo_forward()
@@ -82,20 +87,20 @@ def linear_cross_entropy(
     Args:
         hidden: (..., H); with Megatron (s, 1, H).
         weight: (V, H), or this rank's rows of it.
-        labels: as many as hidden has rows; with Megatron (1, s).
+        labels: one per row of hidden; with Megatron (1, s).
         temperature: divisor of the logits.
         reduction: "none".
-        dist_process_group: Megatron's tensor-parallel group, whose ranks have rows of the head.
+        dist_process_group: Megatron's tensor-parallel group, which the rows of the head are sharded over.
         logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
 
     Returns:
-        (log-probabilities, entropy): fp32, of one dimension.
+        (log-probabilities, entropy): (n,) fp32, n the number of rows of hidden.
     """
     if reduction != "none":
         raise value_error("reduction", "'none'", repr(reduction), "reduce the log-probabilities")
-    if gradient_is_summed(hidden):
-        # d_hidden is whole on every rank here; verl's kernel leaves each rank a part of it.
-        hidden = PartOfGradient.apply(hidden, dist_process_group)
+    if has_summed_gradient(hidden):
+        # Every rank gets all of d_hidden here; from verl's kernel it gets its summand.
+        hidden = DivideGradient.apply(hidden, dist_process_group)
     result = linear_logprobs(
         hidden.flatten(0, -2),
         weight,
@@ -108,6 +113,6 @@ def linear_cross_entropy(
     return result.logps, result.entropy
 
 
-def gradient_is_summed(hidden: Tensor) -> bool:
-    """Whether hidden comes from Megatron's gather of a sequence whose backward pass sums over the ranks."""
+def has_summed_gradient(hidden: Tensor) -> bool:
+    """Whether the backward pass of hidden sums over the ranks: that of Megatron's gather of a sequence."""
     return getattr(hidden.grad_fn, "tensor_parallel_output_grad", False) is True

@@ -1,7 +1,7 @@
-"""Which version of a framework is installed, and what it has in the places that a module replaces.
+"""Checks the installed version of a framework, and replaces its functions.
 
-Another minor version than the tested one is taken, with a warning. A name that is not in its place raises
-ImportError.
+Another minor version than the tested one is accepted with a warning. A name that a framework does not have
+raises ImportError.
 """
 
 import logging
@@ -17,109 +17,118 @@ from logitless.errors import warn
 from logitless.integrations import FRAMEWORKS
 
 logger = logging.getLogger(__name__)
-MISSING = "no installation"
+NOT_INSTALLED = "no installation"
 
 
-def installed(name: str) -> str:
-    """The installed version of a framework of `FRAMEWORKS`, or `MISSING`."""
+def installed_version(framework: str) -> str:
+    """The installed version of a framework, a key of `FRAMEWORKS`, or `NOT_INSTALLED`."""
     try:
-        return version(FRAMEWORKS[name].package)
+        return version(FRAMEWORKS[framework].package)
     except PackageNotFoundError:
-        return MISSING
+        return NOT_INSTALLED
 
 
-def check_version(name: str) -> None:
-    """Warn once per framework if another minor version is installed than the tested one."""
-    found = installed(name)
-    if found != MISSING and found.split(".")[:2] != FRAMEWORKS[name].tested.split(".")[:2]:
-        _warn_once(name, found)
+def check_version(framework: str) -> None:
+    """Warn, once per framework, if another minor version than the tested one is installed."""
+    installed = installed_version(framework)
+    tested = FRAMEWORKS[framework].tested
+    if installed != NOT_INSTALLED and installed.split(".")[:2] != tested.split(".")[:2]:
+        _warn_once(framework, installed)
 
 
-def unavailable(name: str, problem: object) -> ImportError:
-    """The error for a framework that is not installed, or in which a name is missing.
+def unavailable_error(framework: str, problem: object) -> ImportError:
+    """The error for a framework that is not installed, or that does not have a name.
 
     Args:
-        name: of `FRAMEWORKS`.
-        problem: the error that its import raised, or what is missing.
+        framework: a key of `FRAMEWORKS`.
+        problem: the error that its import raised, or a text that says what is missing.
     """
-    framework = FRAMEWORKS[name]
-    got = f"{installed(name)} ({problem})"
-    return ImportError(f"{framework.package}: expected {framework.minor}, got {got}; {framework.install}.")
+    entry = FRAMEWORKS[framework]
+    got = f"{installed_version(framework)} ({problem})"
+    return ImportError(f"{entry.package}: expected {entry.minor}, got {got}; {entry.install}.")
 
 
-def find(name: str, place: str) -> tuple[Any, str]:
-    """The owner of a name of a framework (a module or a class), and the name in it.
+def import_owner(framework: str, path: str) -> tuple[Any, str]:
+    """Import `path` and return (module or class, attribute name).
 
     Args:
-        name: of `FRAMEWORKS`.
-        place: "module:name" or "module:Class.name".
+        framework: a key of `FRAMEWORKS`.
+        path: "module:name" or "module:Class.name".
 
     Raises:
-        ImportError: the framework cannot be imported, or has no such name in that place.
+        ImportError: the framework cannot be imported, or has no such name.
     """
-    module, path = place.split(":")
-    *classes, last = path.split(".")
+    module, qualified_name = path.split(":")
+    *classes, name = qualified_name.split(".")
     try:
         owner = import_module(module)
     except ImportError as error:
-        raise unavailable(name, error) from error
-    check_version(name)
+        raise unavailable_error(framework, error) from error
+    check_version(framework)
     try:
         for cls in classes:
             owner = getattr(owner, cls)
-        getattr(owner, last)
+        getattr(owner, name)
     except AttributeError:
-        raise unavailable(name, f"nothing at {place}") from None
-    return owner, last
+        raise unavailable_error(framework, f"nothing at {path}") from None
+    return owner, name
 
 
-def replace(owners: list[Any], name: str, replacement: Any) -> Callable[[], None]:
-    """Set the attribute `name` of each owner to `replacement`; return a function that restores it.
+def replace_attribute(owners: list[Any], name: str, replacement: Any) -> Callable[[], None]:
+    """Set the attribute `name` of each owner to `replacement`; returns a function that restores them.
 
-    An owner whose attribute has been set to something else in the meantime is left as it is.
+    An owner whose attribute has been set to something else since is left as it is.
     """
-    originals = [(owner, getattr(owner, name)) for owner in owners]
+    originals = [getattr(owner, name) for owner in owners]
     for owner in owners:
         setattr(owner, name, replacement)
 
     def undo() -> None:
-        for owner, before in originals:
+        for owner, original in zip(owners, originals, strict=True):
             if getattr(owner, name) is replacement:
-                setattr(owner, name, before)
+                setattr(owner, name, original)
 
     return undo
 
 
 def replace_function(package: str, owner: ModuleType, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace a function of a framework in every module of it that has imported the function by name.
+    """Replace the function `name` of the module `owner` in every module of `package` that has imported it by
+    name; returns a function that restores it.
 
-    Modules that import the function later get `replacement` from `owner`; undoing restores these too.
+    Modules that import the function later import the replacement from `owner`; it is restored there too.
     """
     original = getattr(owner, name)
 
-    def exchange(before: Any, after: Any) -> None:
-        for place, module in list(sys.modules.items()):
-            if place.split(".")[0] == package and vars(module).get(name) is before:
-                setattr(module, name, after)
+    def replace_in_modules(old: Any, new: Any) -> None:
+        for module_name, module in list(sys.modules.items()):
+            if module_name.split(".")[0] == package and vars(module).get(name) is old:
+                setattr(module, name, new)
 
-    exchange(original, replacement)
-    return lambda: exchange(replacement, original)
+    replace_in_modules(original, replacement)
+    return lambda: replace_in_modules(replacement, original)
 
 
-def announce(
+def log_replacement(
     framework: str,
     replaced: str,
     logits_budget: int | None = None,
     *,
     logger: logging.Logger = logger,
 ) -> None:
-    """Log in one INFO line what a module has replaced, in the framework's own logger if need be."""
+    """Log in one INFO line what was replaced.
+
+    Args:
+        framework: its name, as users write it.
+        replaced: what was replaced in it.
+        logits_budget: in bytes; None for the default.
+        logger: default the one of this module.
+    """
     budget = "the default" if logits_budget is None else f"{logits_budget / 2**30:.3g} GiB"
     logger.info("logitless: %s's %s replaced, logits_budget %s", framework, replaced, budget)
 
 
 @cache
-def _warn_once(name: str, found: str) -> None:
-    framework = FRAMEWORKS[name]
-    expected = f"{framework.minor}, with which logitless was tested"
-    warn(f"{framework.package}: expected {expected}, got {found}; {framework.install}.", UserWarning)
+def _warn_once(framework: str, installed: str) -> None:
+    entry = FRAMEWORKS[framework]
+    expected = f"{entry.minor}, with which logitless was tested"
+    warn(f"{entry.package}: expected {expected}, got {installed}; {entry.install}.", UserWarning)

@@ -60,7 +60,9 @@ class LinearLoss(CheckedCall):
         temperature: divisor of the logits, after the softcap.
         logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.5 GiB on GPUs of
             64 GiB and more, 1 GiB on others, less on small GPUs and CPUs.
-        accum_dtype: dtype in which d_weight is summed over chunks; default fp32 if there are several chunks.
+        accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 (fp64 for fp64 operands) if
+            there are several chunks or several heads, under torch.compile, and in fp16; else the dtype of the
+            operands. With accumulate_into only None or the dtype of the main gradient.
         logits_dtype: dtype of the logits from which statistics are computed; default None. On most devices
             None is the dtype of the operands, and the chunk is stored in it; fp32 then gives log-probs
             without rounding noise. On Hopper with bf16 operands, one kernel projects a chunk and computes its
@@ -270,11 +272,13 @@ class LinearLoss(CheckedCall):
             mask: like targets, and shifted with them; bool, or integers 0 and 1. Targets whose mask is off
                 (0) are not supervised, as if they were `ignore_index`.
             accumulate_into: (V, H) fp32 main gradient; with tp_group (V_r, H). The backward pass adds the
-                weight's gradient to it chunk by chunk, and weight.grad is not changed. No other tensor of
-                this shape is allocated. In exchange the logits (also a teacher's and a reference's) are
+                weight's gradient to it chunk by chunk, and nothing to weight.grad. A weight that is also the
+                embedding gets the embedding's gradient in weight.grad: add both. No other tensor of this
+                shape is allocated. In exchange the logits (also a teacher's and a reference's) are
                 projected twice: 4 products instead of 3, or 5 instead of 4 for a group that exceeds the
                 budget. At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32 and in bf16) for
-                11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
+                11 ms per 8,192 tokens on an H200. `reduction` must not be "none", and `accum_dtype` must be
+                None or the dtype of this tensor.
             accumulate_now: add to accumulate_into in the forward pass: 3 products instead of 4. The caller
                 guarantees exactly one backward pass, with an upstream gradient of 1. Refused without
                 autograd, and where the forward pass may run again: with saved-tensor hooks, such as those of

@@ -1,6 +1,7 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is a `HeadCall` of the engine with its own targets. All calls add to the same d_hidden; a d_weight
+Every head is a `HeadCall` of the engine with its own targets. Heads on the same hidden states (Medusa) add to
+one d_hidden; in multi-token prediction each depth has hidden states, and a d_hidden, of its own. A d_weight
 that one head alone uses is cast from fp32 when that head is done. The chunk loop runs the layers in front of
 a head forward and backward per chunk. So only the gradients of the heads' parameters grow with the number of
 heads.

@@ -352,7 +352,9 @@ class _Planner:
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(call, rows, purpose, len(heads), fp32_d_weight=has_several_heads)
+                self.plan = plan_for(
+                    call, rows, purpose, len(heads), d_weight_in_stat_dtype=has_several_heads
+                )
             self.planned.append((call, self.plan, purpose))
         if is_statistics_pass and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
@@ -404,8 +406,8 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, x_purpose in self.planned if x_purpose is Pass.SOLVE]
         has_several_heads = len(solved) > 1
-        fp32_d_weight = has_several_heads or plan.chunks > 1
-        dtypes = sum_dtypes(call, multi_head=has_several_heads, fp32_d_weight=fp32_d_weight)
+        d_weight_in_stat_dtype = has_several_heads or plan.chunks > 1
+        dtypes = sum_dtypes(call, multi_head=has_several_heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
         gradient_sums = []
         if call.needs.weight:
             gradient_sums.append((call.weight.numel(), dtypes.weight))
@@ -417,7 +419,7 @@ class _Planner:
         cast_bytes = sum(size * call.weight.itemsize for size, _ in wide_sums)
         # With several heads, and in fp16, d_hidden is summed in fp32.
         itemsize = dtypes.hidden.itemsize
-        hidden_states = {x.slots.hidden: x.hidden for x in solved}
+        hidden_states = {x.indices.hidden: x.hidden for x in solved}
         wide_bytes = sum(x.numel() * max(0, itemsize - x.itemsize) for x in hidden_states.values())
         # A statistics pass holds d_logp / d_hidden instead of a sum, and computes d_hidden from it.
         d_hidden_bytes = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize

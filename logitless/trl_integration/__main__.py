@@ -1,10 +1,10 @@
-"""TRL's command line with our trainers:
+"""TRL's command line with the trainers of this package:
 
     python -m logitless.trl_integration sft --model_name_or_path MODEL --use_chunked_loss true ...
     accelerate launch -m logitless.trl_integration dpo --config dpo.yaml
 
-The commands are TRL's own scripts, with TRL's arguments and YAML files, in which the names of Config and
-Trainer mean ours. Datasets and models are on the hub or on disk:
+The commands are TRL's own scripts, with TRL's arguments and YAML files. They use the Config and the Trainer
+of this package, and so accept its options. Datasets and models are on the hub or on disk:
 `datasets: [{path: json, data_files: rows.jsonl}]` in the YAML file reads a local one.
 """
 
@@ -12,19 +12,22 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-import logitless.trl_integration as ours
+import logitless.trl_integration as trl_integration
 
 from .versions import require_supported
 
-# Command, which is the name of TRL's script -> the pair
+# By the command, which is the name of TRL's script: the name of the pair
 COMMANDS = {name.lower(): name for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one of TRL's scripts with our pair.
+    """Run one of TRL's scripts with the pair of this package.
+
+    Args:
+        arguments: the command and its arguments; default those of the process.
 
     Raises:
-        SystemExit: without a known command, or with arguments that TRL's parser, or the trainer, refuses.
+        SystemExit: the command is not one of `COMMANDS`, or TRL's parser or the trainer refuses an argument.
         ImportError: TRL or transformers is not installed, or not in a supported version.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
@@ -36,12 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_supported()
     import trl
 
-    from .adapter import swapped
+    from .adapter import swap_attributes
 
     script = import_module(f"trl.scripts.{command}")
     pair = COMMANDS[command]
-    # The script imports these names when it runs.
-    with swapped(trl, **{name: getattr(ours, name) for name in (f"{pair}Config", f"{pair}Trainer")}):
+    # The script imports these names from TRL when it runs.
+    classes = {name: getattr(trl_integration, name) for name in (f"{pair}Config", f"{pair}Trainer")}
+    with swap_attributes(trl, **classes):
         parser = script.make_parser(prog=f"python -m logitless.trl_integration {command}")
         script.main(*parser.parse_args_and_config(args=rest))
 

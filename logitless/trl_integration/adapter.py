@@ -1,13 +1,14 @@
 """`Adapter` describes how a TRL trainer gets the chunked loss; `enable` switches it on and off.
 
-The constructors of our pairs and `apply_to` both call `enable`. It changes one trainer, whose methods are
-replaced on the instance. The trainer's models and names in TRL's modules are replaced only while it computes
-a loss (`ChunkedLoss.attached`). In between they are as TRL left them, for other trainers, copies and other
-callers, and whatever was put on the model since then takes part in the next loss.
+The trainers of this package and `apply_to` both call `enable`. It changes one trainer, whose methods are
+replaced on the instance. The forward passes of the trainer's models and the functions in TRL's modules are
+replaced only while the trainer computes a loss (`ChunkedLoss.attach_models`). Between two losses they are as
+TRL left them, for other trainers, copies and other callers, and whatever was put on a model since then takes
+part in the next loss.
 
-A replaced function may silently go unused, if TRL or the user calls another one. So each training step and
-each evaluation step checks, before the optimizer's step, that every required seam was used, and that the
-trainer's options are still those that the chunked loss supports.
+A replacement may silently go unused, if TRL or the user calls another function. So each training step and
+each evaluation step checks, before the optimizer's step, that every required replacement was called, and that
+the trainer's options are still those that the chunked loss supports.
 """
 
 import functools
@@ -31,29 +32,38 @@ from logitless.models import heads
 from logitless.models.logits import Deferral
 from logitless.models.patch import Patch
 
-from .versions import SUPPORTED, installed, moved, owner_in_trl
+from .versions import SUPPORTED, import_owner, installed_version, missing_name_error
 
 logger = logging.getLogger("logitless.trl_integration")
 
 LIGER_LOSS = "fused_linear_cross_entropy"
-# The trainer's chunked loss -> what attaches it to one of the trainer's models, for as long as it is active
-Attach = Callable[["ChunkedLoss"], Callable[[PreTrainedModel], AbstractContextManager]]
+
+# attach(model): a context manager inside of which the model has the forward pass of a chunked loss
+Attach = Callable[[PreTrainedModel], AbstractContextManager]
+MakeAttach = Callable[["ChunkedLoss"], Attach]
+
+# Values of `Replacement.required_in`
+TRAIN = "train"
+EVALUATE = "evaluate"
+EVERY_STEP = (TRAIN, EVALUATE)
 
 
 @dataclass(frozen=True)
-class Seam:
+class Replacement:
     """Replacement of a method or function of TRL.
 
-    `use(chunked, stock, given)` is called in its place: `given` has the call's arguments by name, and
-    `stock(**changes)` calls TRL's function with the same arguments, except the changes. `train` and
-    `evaluate`: whether a training or evaluation step must use the seam. `replaces`: whether `use` never calls
-    TRL's function, so that an override of the user's would be ignored too.
+    Attributes:
+        function: is called in its place, as `function(chunked, original, arguments)`. `arguments` holds the
+            arguments of the call by name. `original(**changes)` calls TRL's function with the same arguments,
+            except for `changes`.
+        required_in: the kinds of steps, "train" and "evaluate", in which the replacement must be called.
+        calls_original: whether `function` may call TRL's function. If it never does, a trainer that overrides
+            the method is refused, because its override would be ignored.
     """
 
-    use: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
-    train: bool = False
-    evaluate: bool = False
-    replaces: bool = True
+    function: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
+    required_in: tuple[str, ...] = ()
+    calls_original: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,285 +71,328 @@ class Adapter:
     """Description of one of TRL's trainers.
 
     Attributes:
-        stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
-        checks: raise for a trainer whose loss the flag cannot compute; they run in every step.
-        heads: by the attribute that holds a model, if any: attaches our head to it.
-        patches: by name: a method of the trainer, or "module:name" or "module:Class.method" in a module of
-            TRL.
-        during: the trainer's methods while which names in modules are exchanged, models are attached, and
-            `around` is entered. Models are attached during the whole step too.
-        evaluates: whether an evaluation step computes the loss.
-        predicts: whether an evaluation step that is asked for predictions, which are logits, is stock.
-        notes: lines about a trainer's options, or None, that are logged after its first step.
+        path: "module:Name", if TRL has `NameConfig` and `NameTrainer` in `module`.
+        checks: functions that raise for a trainer whose loss the flag cannot compute; called in every step.
+        attachments: for each attribute of the trainer that may hold a model, what makes its `Attach`.
+        replacements: by the name of a method of the trainer, or by the path "module:name" or
+            "module:Class.method" of something in a module of TRL.
+        active_during: names of the trainer methods during which the replacements in modules are active, the
+            models are attached and `context` is entered. Models are attached during the whole step too.
+        context: makes a context manager that is entered in these methods.
+        has_evaluation_loss: whether an evaluation step computes the loss.
+        needs_original_to_predict: whether an evaluation step that has to return predictions, which are
+            logits, runs without the chunked loss.
+        notes: functions that return a line about a trainer's options, logged after its first step, or None.
         warnings: the same, logged as warnings.
     """
 
-    stock: str
+    path: str
     checks: tuple[Callable[[Any], None], ...] = ()
-    heads: Mapping[str, Attach] = field(default_factory=dict)
-    patches: Mapping[str, Seam] = field(default_factory=dict)
-    during: tuple[str, ...] = ("compute_loss",)
-    around: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
-    evaluates: bool = True
-    predicts: bool = False
+    attachments: Mapping[str, MakeAttach] = field(default_factory=dict)
+    replacements: Mapping[str, Replacement] = field(default_factory=dict)
+    active_during: tuple[str, ...] = ("compute_loss",)
+    context: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
+    has_evaluation_loss: bool = True
+    needs_original_to_predict: bool = False
     notes: tuple[Callable[[Any], str | None], ...] = ()
     warnings: tuple[Callable[[Any], str | None], ...] = ()
 
     @property
     def name(self) -> str:
-        return self.stock.partition(":")[2]
+        return self.path.partition(":")[2]
 
 
 class ChunkedLoss:
     """The chunked loss of one trainer, while it is switched on."""
 
-    def __init__(self, trainer: Any, adapter: Adapter, budget: int | None):
+    def __init__(self, trainer: Any, adapter: Adapter, logits_budget: int | None):
         self.trainer = trainer
         self.adapter = adapter
-        self.budget = budget
-        self.plan: Plan | None = None  # of the last loss that was trained on
-        # Whether a loss was computed with and without gradients; bools, as a compiled graph sets them.
-        self.trained = self.evaluated = False
-        self.used: set[str] = set()
-        self.verified: set[str] = set()  # the kinds of steps that were checked at least once
-        # What the heads of the models answer, kept from step to step.
+        self.logits_budget = logits_budget
+        self.plan: Plan | None = None  # of the last loss with gradients
+        # Whether this step computed a loss with gradients, and one without. Bools, because a compiled graph
+        # sets them.
+        self.has_loss_with_grad = False
+        self.has_loss_without_grad = False
+        self.called_replacements: set[str] = set()  # in this step
+        self.verified_steps: set[str] = set()  # kinds of steps that passed `_end_step` at least once
+        # The `Deferral` of each head, kept from step to step
         self.deferrals: WeakKeyDictionary[nn.Module, Deferral] = WeakKeyDictionary()
-        self.sums: Any = None  # the options of a loss whose fields TRL only sums, while it computes that
-        # In an evaluation step: whether predictions are asked for, and the stock loss with them.
-        self.wants_logits = self.stock_only = False
-        self.picking = False  # whether models answer with picked logits
-        self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
-        self.patch: Patch | None = None  # of a trainer outside of TRL
+        # While TRL computes a loss that only sums the fields of a fused head: how these are to be summed
+        self.sum_options: Any = None
+        # In an evaluation step: whether it returns predictions, and whether the original methods compute it
+        self.needs_logits = False
+        self.uses_original = False
+        self.returns_gatherable_logits = False
+        self.loss_mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
+        self.patch: Patch | None = None  # of the model of a trainer outside of TRL
         self.undo: Callable[[], None] = lambda: None
-        # By the trainer's attribute its model, and the model inside of that: Accelerate visits all modules to
-        # unwrap one.
-        self.bases: dict[str, tuple[Any, nn.Module]] = {}
-        self.heads: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {}
+        # By the trainer's attribute: its value, and the model inside of the value's wrappers. Looking it up
+        # in every step would be slow, as Accelerate visits all modules.
+        self.base_models: dict[str, tuple[Any, nn.Module]] = {}
+        self.attach_functions: dict[str, Attach] = {}  # by the trainer's attribute
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
         # A model that is copied with its head leaves the trainer where it is.
         return self
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Context in which the trainer's models have the forward passes of this chunked loss."""
-        attach_of: dict[nn.Module, Callable] = {}
-        for name, attach in self.heads.items():
-            if (model := getattr(self.trainer, name, None)) is not None:
-                wrapped, base = self.bases.get(name, (None, None))
-                if wrapped is not model:
-                    base = base_of(self.trainer, model)
-                    self.bases[name] = model, base
-                attach_of.setdefault(base, attach)  # a student may be its own teacher
+    def attach_models(self) -> Iterator[None]:
+        """Context manager in which the trainer's models have the forward passes of this chunked loss."""
+        attach_by_model: dict[nn.Module, Attach] = {}
+        for name, attach in self.attach_functions.items():
+            model = getattr(self.trainer, name, None)
+            if model is None:
+                continue
+            wrapped, base = self.base_models.get(name, (None, None))
+            if wrapped is not model:
+                base = base_of(self.trainer, model)
+                self.base_models[name] = model, base
+            attach_by_model.setdefault(base, attach)  # a student may be its own teacher
         with ExitStack() as stack:
-            for model, attach in attach_of.items():
+            for model, attach in attach_by_model.items():
                 stack.enter_context(attach(model))
             yield
 
-    def note(self, plan: Plan | None) -> None:
-        """A loss was computed with this plan, which is None inside a compiled graph."""
+    def record_plan(self, plan: Plan | None) -> None:
+        """Record that a loss was computed with this plan, which is None inside a compiled graph."""
         if torch.is_grad_enabled():
-            self.trained = True
+            self.has_loss_with_grad = True
             self.plan = plan
         else:
-            self.evaluated = True
-        # A reference model's pass, which TRL makes after the policy's in a step, says little about the step.
-        if torch.is_grad_enabled() or not (self.trained and self.trainer.model.training):
+            self.has_loss_without_grad = True
+        # In a training step TRL calls a reference model after the policy: its plan is not the step's.
+        is_reference = not torch.is_grad_enabled() and self.has_loss_with_grad and self.trainer.model.training
+        if not is_reference:
             self.trainer.last_plan = plan
 
-    def saving(self) -> AbstractContextManager:
-        """For a call of a loss: what it saves stays on the GPU under TRL's activation offloading, as the
-        backward pass begins with it."""
+    def without_offloading(self) -> AbstractContextManager:
+        """Context manager for the call of a loss: under TRL's activation offloading, the tensors that the
+        loss saves stay on the GPU, because the backward pass begins with them."""
         if not getattr(self.trainer.args, "activation_offloading", False):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
-    def solved(self, loss: Callable[..., LossOutput], *args: Any, **kwargs: Any) -> LossOutput:
-        """The output of a loss."""
-        with self.saving():
-            out = loss(*args, **kwargs)
-        self.note(out.plan)
-        return out
+    def compute(self, loss: Callable[..., LossOutput], *args: Any, **kwargs: Any) -> LossOutput:
+        """Call a loss and record its plan."""
+        with self.without_offloading():
+            output = loss(*args, **kwargs)
+        self.record_plan(output.plan)
+        return output
 
-    def methods(self) -> Iterator[tuple[str, Callable]]:
-        """(name, what takes its place) of the trainer's methods."""
-        patches = self.adapter.patches
+    def make_methods(self) -> Iterator[tuple[str, Callable]]:
+        """Yield (name, new method) for every method of the trainer that is replaced.
+
+        Raises:
+            ImportError: the trainer has no method of that name.
+            ValueError: a method is overridden by the user, and the replacement would ignore the override.
+        """
         adapter = self.adapter
-        for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
-            stock = getattr(self.trainer, name, None)
-            if stock is None:
-                raise moved(f"{adapter.stock}Trainer.{name}")
-            own = not is_of_trl(stock) and name in patches and patches[name].replaces
-            if own:
+        replacements = adapter.replacements
+        replaced_methods = [path for path in replacements if ":" not in path]
+        for name in dict.fromkeys((*replaced_methods, *adapter.active_during)):
+            original = getattr(self.trainer, name, None)
+            if original is None:
+                raise missing_name_error(f"{adapter.path}Trainer.{name}")
+            is_override = not is_from_trl(original)
+            if is_override and name in replacements and not replacements[name].calls_original:
                 remedy = "train without the chunked loss, or leave that method as it is"
-                found = getattr(stock, "__qualname__", repr(stock))
-                raise value_error(name, f"TRL's own in {adapter.name}Trainer", found, remedy)
-            ours = self._seam(name, patches[name], stock) if name in patches else self._looked_up(name, stock)
-            yield name, self._during(ours, stock) if name in adapter.during else ours
-        for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
-            stock = getattr(self.trainer, name)
-            yield name, functools.wraps(stock)(functools.partial(step, stock))
+                got = getattr(original, "__qualname__", repr(original))
+                raise value_error(name, f"TRL's own in {adapter.name}Trainer", got, remedy)
+            if name in replacements:
+                method = self._make_replacement(name, replacements[name], original)
+            else:
+                method = self._look_up_when_called(name, original)
+            if name in adapter.active_during:
+                method = self._activate_during(method, original)
+            yield name, method
+        steps = {"training_step": self._training_step, "prediction_step": self._prediction_step}
+        for name, step in steps.items():
+            original = getattr(self.trainer, name)
+            yield name, functools.wraps(original)(functools.partial(step, original))
 
-    def _looked_up(self, name: str, stock: Callable) -> Callable:
-        """A method of the trainer's class, which may be a seam itself when it is called."""
+    def _look_up_when_called(self, name: str, original: Callable) -> Callable:
+        """Return a function that looks up the method on the trainer's class in each call, because a
+        replacement of "module:Class.method" may be active there. A method of the instance is returned."""
         if name in vars(self.trainer):
-            return stock
+            return original
         return lambda *args, **kwargs: getattr(type(self.trainer), name)(self.trainer, *args, **kwargs)
 
-    def _seam(self, place: str, seam: Seam, stock: Callable) -> Callable:
-        signature = inspect.signature(stock)
+    def _make_replacement(self, path: str, replacement: Replacement, original: Callable) -> Callable:
+        """Return the function with the signature of `original` that calls the replacement."""
+        signature = inspect.signature(original)
 
-        @functools.wraps(stock)
-        def used(*args: Any, **kwargs: Any) -> Any:
-            if self.stock_only:
-                return stock(*args, **kwargs)
-            self.used.add(place)
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self.uses_original:
+                return original(*args, **kwargs)
+            self.called_replacements.add(path)
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
 
-            def as_meant(**changes: Any) -> Any:
+            def call_original(**changes: Any) -> Any:
                 call.arguments.update(changes)
-                return stock(*call.args, **call.kwargs)
+                return original(*call.args, **call.kwargs)
 
-            # A method of the user's own may take `**kwargs`.
-            given = SimpleNamespace(**call.arguments, **call.arguments.get("kwargs", {}))
-            return seam.use(self, as_meant, given)
+            # A user's override may take `**kwargs`.
+            arguments = SimpleNamespace(**call.arguments, **call.arguments.get("kwargs", {}))
+            return replacement.function(self, call_original, arguments)
 
-        return used
+        return wrapper
 
-    def _during(self, ours: Callable, stock: Callable) -> Callable:
-        """`ours`, while which the names in TRL's modules are exchanged."""
+    def _activate_during(self, method: Callable, original: Callable) -> Callable:
+        """Return `method` with the replacements in TRL's modules active, the models attached and the
+        adapter's context entered; `original` itself runs while `uses_original` is set."""
 
-        @functools.wraps(stock)
-        def computes(*args: Any, **kwargs: Any) -> Any:
-            if self.stock_only:
-                return stock(*args, **kwargs)
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self.uses_original:
+                return original(*args, **kwargs)
             with ExitStack() as stack:
-                for place, seam in self.adapter.patches.items():
-                    if ":" in place:
-                        owner, name = owner_in_trl(place)
-                        seen = self._seam(place, seam, getattr(owner, name))
-                        stack.enter_context(swapped(owner, **{name: seen}))
-                stack.enter_context(self.attached())
-                stack.enter_context(self.adapter.around(self))
-                return ours(*args, **kwargs)
+                for path, replacement in self.adapter.replacements.items():
+                    if ":" in path:
+                        owner, name = import_owner(path)
+                        function = self._make_replacement(path, replacement, getattr(owner, name))
+                        stack.enter_context(swap_attributes(owner, **{name: function}))
+                stack.enter_context(self.attach_models())
+                stack.enter_context(self.adapter.context(self))
+                return method(*args, **kwargs)
 
-        return computes
+        return wrapper
 
-    def _train(self, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        self._begin()
-        with self.attached():
-            loss = stock(*args, **kwargs)
-        self._end("train", loss, self.trained)
+    def _training_step(self, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        self._begin_step()
+        with self.attach_models():
+            loss = original(*args, **kwargs)
+        self._end_step(TRAIN, loss, self.has_loss_with_grad)
         return loss
 
-    def _evaluate(
-        self, stock: Callable, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    def _prediction_step(
+        self,
+        original: Callable,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        logits = not prediction_loss_only
-        with swapped(self, wants_logits=logits, stock_only=self.adapter.predicts and logits):
-            self._begin()
-            with self.attached():
-                outputs = stock(model, inputs, prediction_loss_only, *args, **kwargs)
-            if self.adapter.evaluates and not self.stock_only:
-                self._end("evaluate", outputs[0], self.evaluated)
+        needs_logits = not prediction_loss_only
+        uses_original = self.adapter.needs_original_to_predict and needs_logits
+        with swap_attributes(self, needs_logits=needs_logits, uses_original=uses_original):
+            self._begin_step()
+            with self.attach_models():
+                outputs = original(model, inputs, prediction_loss_only, *args, **kwargs)
+            if self.adapter.has_evaluation_loss and not self.uses_original:
+                self._end_step(EVALUATE, outputs[0], self.has_loss_without_grad)
         return outputs
 
-    def check(self) -> None:
-        """Raises where the trainer's options are not those of a chunked loss."""
-        for check in (any_loss, *self.adapter.checks):
+    def check_options(self) -> None:
+        """Raise ValueError if the chunked loss does not support the trainer's options."""
+        for check in (check_common_options, *self.adapter.checks):
             check(self.trainer)
 
-    def _begin(self) -> None:
-        self.check()
-        self.used.clear()
-        self.trained = self.evaluated = False
+    def _begin_step(self) -> None:
+        self.check_options()
+        self.called_replacements.clear()
+        self.has_loss_with_grad = False
+        self.has_loss_without_grad = False
 
-    def _end(self, step: str, loss: Tensor | None, computed: bool) -> None:
-        """Raises after a step that has a loss if it did not use what it has to use."""
+    def _end_step(self, step: str, loss: Tensor | None, has_chunked_loss: bool) -> None:
+        """Raise RuntimeError if a step with a loss did not call every replacement that it requires; log a
+        description after the first training step."""
         if loss is None:
             return
-        seams = self.adapter.patches.items()
-        unused = [place for place, seam in seams if getattr(seam, step) and place not in self.used]
-        unused += [] if computed else ["the chunked loss"]
-        # A batch without anything to learn from may skip the loss.
+        unused = [
+            path
+            for path, replacement in self.adapter.replacements.items()
+            if step in replacement.required_in and path not in self.called_replacements
+        ]
+        if not has_chunked_loss:
+            unused.append("the chunked loss")
+        # A batch without supervised tokens may skip the loss.
         if unused and bool((loss == 0).all()):
             return
         if unused:
-            step_of = f"every step of {type(self.trainer).__name__} ({step})"
-            found = f"trl {installed('trl')} (supported: {SUPPORTED['trl']})"
+            user = f"every step of {type(self.trainer).__name__} ({step})"
+            computed_by = f"trl {installed_version('trl')} (supported: {SUPPORTED['trl']})"
             remedy = "leave out a compute_loss of your own, or train without the flag"
             raise RuntimeError(
-                f"{', '.join(unused)}: expected to be used by {step_of}, got a loss computed without it by "
-                f"{found}; install that version, {remedy}."
+                f"{', '.join(unused)}: expected to be used by {user}, got a loss computed without it by "
+                f"{computed_by}; install that version, {remedy}."
             )
-        first = step not in self.verified
-        self.verified.add(step)
-        if first and step == "train" and self.trainer.is_world_process_zero():
+        is_first = step not in self.verified_steps
+        self.verified_steps.add(step)
+        if is_first and step == TRAIN and self.trainer.is_world_process_zero():
             logger.info(self.describe())
             name = type(self.trainer).__name__
             for log, notes in ((logger.info, self.adapter.notes), (logger.warning, self.adapter.warnings)):
-                for line in [note(self.trainer) for note in notes]:
+                for note in notes:
+                    line = note(self.trainer)
                     if line is not None:
                         log(f"{name}: {line}")
 
     def describe(self) -> str:
-        """One line: trainer, plan, products, whether the model was checked, and what was fused in it."""
+        """One line: trainer, plan, products, whether the model was checked, and the fused layers."""
         head = base_of(self.trainer, self.trainer.model).get_output_embeddings()
-        plan = self.plan
-        what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
-        if plan is not None:
-            what = plan.describe()
+        deferral = self.deferrals.get(head)
+        loss = "chunked loss in a compiled model" if self.plan is None else self.plan.describe()
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
-        elif (deferral := self.deferrals.get(head)) is not None:
+        elif deferral is not None:
             checked = f"head {'checked at step 1' if deferral.is_checked else 'not checked'}"
+        else:
+            checked = "model not checked: TRL reads its head"
         layers = vars(self.trainer).get("fused_layers")
         fused = "" if layers is None else f"; {layers}"
-        return f"{type(self.trainer).__name__}: {what}; {checked}{fused}"
+        return f"{type(self.trainer).__name__}: {loss}; {checked}{fused}"
 
 
-def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], None]:
+def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callable[[], None]:
     """Switch the chunked loss on in a trainer; returns a function that switches it off again.
 
     Raises:
-        ValueError: the trainer, its model or its options are not the adapter's.
-        ImportError: TRL has moved something that the adapter replaces.
+        ValueError: the chunked loss does not support the trainer, its model or its options.
+        ImportError: TRL has no name of something that the adapter replaces.
     """
-    chunked = ChunkedLoss(trainer, adapter, budget)
+    chunked = ChunkedLoss(trainer, adapter, logits_budget)
     undo = ExitStack()
-    chunked.check()
-    chunked.heads.update({name: attach(chunked) for name, attach in adapter.heads.items()})
-    with ExitStack() as failed:
-        failed.callback(undo.close)
-        for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.methods()):
-            before = {name: trainer.__dict__[name]} if name in trainer.__dict__ else {}
-            undo.callback(trainer.__dict__.update, before)
+    chunked.check_options()
+    for name, make_attach in adapter.attachments.items():
+        chunked.attach_functions[name] = make_attach(chunked)
+    with ExitStack() as on_error:
+        on_error.callback(undo.close)
+        for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.make_methods()):
+            previous = {name: trainer.__dict__[name]} if name in trainer.__dict__ else {}
+            undo.callback(trainer.__dict__.update, previous)
             undo.callback(trainer.__dict__.pop, name, None)
             trainer.__dict__[name] = value
-        failed.pop_all()
+        on_error.pop_all()
     chunked.undo = undo.close
     return undo.close
 
 
-def is_of_trl(method: Callable) -> bool:
-    """Whether a trainer's method, or what a partial of it calls, is TRL's."""
+def is_from_trl(method: Callable) -> bool:
+    """Whether a method, or the function that a partial calls, is defined in TRL."""
     while isinstance(method, functools.partial):
         method = method.func
     return getattr(method, "__module__", "").startswith("trl.")
 
 
 @contextmanager
-def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes that `owner` already has, and puts the old values back on the way out."""
-    before = {name: getattr(owner, name) for name in values}
+def swap_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Context manager that sets existing attributes of `owner`, and restores their values on exit.
+
+    Raises:
+        AttributeError: `owner` has no attribute of that name.
+    """
+    previous = {name: getattr(owner, name) for name in values}
     inherited = [name for name in values if name not in vars(owner)]
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if name in inherited:
                 delattr(owner, name)
             else:
@@ -351,25 +404,23 @@ def base_of(trainer: Any, model: Any) -> PreTrainedModel:
     return heads.base_of(trainer.accelerator.unwrap_model(model), keep_compiled=True)
 
 
-def any_loss(trainer: Any) -> None:
-    """Check the options that no trainer's chunked loss supports."""
+def check_common_options(trainer: Any) -> None:
+    """Raise ValueError for options that the chunked loss supports in no trainer."""
     args = trainer.args
-    remedy = "start it with torchrun or accelerate launch, or show it one GPU"
     if args.n_gpu > 1:
-        found = f"nn.DataParallel over {args.n_gpu} GPUs"
-        raise value_error("model", "one process per GPU", found, remedy)
-    own = getattr(trainer, "compute_loss_func", None)
-    found = "a function of the full logits"
-    # With transformers before 5.19, TRL sets it to a string, which says something else.
-    if callable(own):
-        raise value_error("compute_loss_func", "None with the chunked loss", found, "leave it out")
-    found = "an encoder-decoder"
-    remedy = "train it without the flag"
+        got = f"nn.DataParallel over {args.n_gpu} GPUs"
+        remedy = "start it with torchrun or accelerate launch, or show it one GPU"
+        raise value_error("model", "one process per GPU", got, remedy)
+    # With transformers before 5.19, TRL sets `compute_loss_func` to a string, for another purpose.
+    if callable(getattr(trainer, "compute_loss_func", None)):
+        got = "a function of the full logits"
+        raise value_error("compute_loss_func", "None with the chunked loss", got, "leave it out")
     config = getattr(trainer.model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise value_error("model", "a decoder with the chunked loss", found, remedy)
-    liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
-    if liger:
+        remedy = "train it without the flag"
+        raise value_error("model", "a decoder with the chunked loss", "an encoder-decoder", remedy)
+    liger_options = getattr(args, "liger_kernel_config", None) or {}
+    if args.use_liger_kernel and liger_options.get(LIGER_LOSS, True):
         expected = f"{LIGER_LOSS}=False with the chunked loss"
         remedy = "Liger's layers stay, so pass that"
         raise value_error("liger_kernel_config", expected, args.liger_kernel_config, remedy)

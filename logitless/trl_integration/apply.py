@@ -1,7 +1,7 @@
-"""`apply_to`: chunked loss, fused layers and activation budget in a trainer, TRL's or transformers' own."""
+"""`apply_to`: chunked loss, fused layers and activation budget in an existing trainer of TRL or
+transformers."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import transformers
 from logitless.errors import value_error
 from logitless.models.patch import make_patch
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of
+from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, base_of
 from .layers import switch_on
 from .pairs import ADAPTERS, check_budget
 
@@ -31,7 +31,7 @@ def apply_to(
     `trainer.fused_layers.reports` lists them.
 
     Args:
-        trainer: TRL's (or a subclass of it), or transformers'.
+        trainer: a trainer of TRL (or of a subclass), or a `transformers.Trainer`.
         use_chunked_loss: compute its loss without the full logits.
         use_fused_layers: fuse the layers of its model, and of a reference or teacher that it holds.
         logits_budget: bytes that a chunk of logits and its temporaries may take; the default depends on the
@@ -49,51 +49,57 @@ def apply_to(
             a trainer of TRL whose loss is not supported, or has options that the config's flags refuse;
             `fuse_layers` finds no layer to fuse, or `fit_activations` refuses a model.
     """
-    expected = "a transformers.Trainer, TRL's among them"
     trainer_name = type(trainer).__name__
     if not isinstance(trainer, transformers.Trainer):
+        expected = "a transformers.Trainer, TRL's among them"
         remedy = "for a model there is patch_model(model)"
         raise value_error("trainer", expected, trainer_name, remedy)
-    remedy = "ask for one of them, or leave apply_to out"
-    fits = activation_budget is not None
-    some = use_chunked_loss or use_fused_layers or fits
-    if not some:
+    has_activation_budget = activation_budget is not None
+    if not (use_chunked_loss or use_fused_layers or has_activation_budget):
         expected = "True, or use_fused_layers=True or an activation_budget"
+        remedy = "ask for one of them, or leave apply_to out"
         raise value_error("use_chunked_loss", expected, use_chunked_loss, remedy)
-    asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers, "fitted_activations": fits}
-    for name, wanted in asked.items():
-        expected = f"one without the {name.replace('_', ' ')}"
-        has = f"a {trainer_name} that has it"
-        if wanted and name in trainer.__dict__:
-            raise value_error("trainer", expected, has, "leave apply_to out")
+    requested = {
+        "chunked_loss": use_chunked_loss,
+        "fused_layers": use_fused_layers,
+        "fitted_activations": has_activation_budget,
+    }
+    for attribute, is_requested in requested.items():
+        if is_requested and attribute in trainer.__dict__:
+            expected = f"one without the {attribute.replace('_', ' ')}"
+            got = f"a {trainer_name} that has it"
+            raise value_error("trainer", expected, got, "leave apply_to out")
     check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
-    asked = {"layers": use_fused_layers, "activations": activation_budget}
-    return switch_on(trainer, adapter, logits_budget, **asked)
+    return switch_on(
+        trainer, adapter, logits_budget, fuse=use_fused_layers, activation_budget=activation_budget
+    )
 
 
 def remove_from(trainer: transformers.Trainer) -> None:
     """Switch off all options of a trainer, those of its config's flags and those of `apply_to`.
 
-    The trainer then computes TRL's own loss, with the models, optimizer and state that it has; the models are
-    as TRL has made them.
+    The trainer then computes TRL's loss, with the models, optimizer and state that it has; the models are as
+    TRL has made them.
 
     Raises:
         ValueError: neither the chunked loss nor fused layers nor an activation budget are on in the trainer.
     """
-    parts = [getattr(trainer, name, None) for name in ("chunked_loss", "fused_layers", "fitted_activations")]
-    if not any(parts):
+    attributes = ("chunked_loss", "fused_layers", "fitted_activations")
+    options = [getattr(trainer, attribute, None) for attribute in attributes]
+    if not any(options):
         expected = "one with the chunked loss, fused layers or an activation budget"
-        found = f"a {type(trainer).__name__} without"
-        raise value_error("trainer", expected, found, "leave remove_from out")
-    for part in parts:
-        if part is not None:
-            part.undo()
+        got = f"a {type(trainer).__name__} without"
+        raise value_error("trainer", expected, got, "leave remove_from out")
+    for option in options:
+        if option is not None:
+            option.undo()
 
 
-def adapter_of(trainer: type) -> Adapter:
-    """The adapter of the TRL trainer that a class is, or extends; `PLAIN` for one outside of TRL."""
-    for cls in trainer.__mro__:
+def adapter_of(trainer_class: type) -> Adapter:
+    """The adapter of a trainer class of TRL, or of the one that it extends; `PLAIN` for classes outside of
+    TRL."""
+    for cls in trainer_class.__mro__:
         if cls.__module__.split(".")[0] == "trl":
             name = cls.__name__.removesuffix("Trainer")
             if name not in ADAPTERS:
@@ -104,33 +110,37 @@ def adapter_of(trainer: type) -> Adapter:
     return PLAIN
 
 
-def patched(chunked: ChunkedLoss) -> Callable[[transformers.PreTrainedModel], AbstractContextManager]:
-    chunked.patch = make_patch(base_of(chunked.trainer, chunked.trainer.model), chunked.budget)
+def attach_patch(chunked: ChunkedLoss) -> Attach:
+    """Check the model as `patch_model` does; returns the function that attaches the patch to it."""
+    model = base_of(chunked.trainer, chunked.trainer.model)
+    chunked.patch = make_patch(model, chunked.logits_budget)
     return lambda model: chunked.patch.active()
 
 
-def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
-    inputs = dict(given.inputs)  # as Trainer takes labels out of them
-    loss, outputs = stock(return_outputs=True)
+def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
+    """Replacement of `Trainer.compute_loss`: run it on the patched model, which returns no logits; with
+    predictions, call the model once more without labels."""
+    inputs = dict(arguments.inputs)  # Trainer may remove the labels from them
+    loss, outputs = original(return_outputs=True)
     if isinstance(outputs, dict) and outputs.get("loss") is not None and outputs.get("logits") is None:
-        chunked.note(chunked.patch.last_plan)
-    if chunked.wants_logits:
+        chunked.record_plan(chunked.patch.last_plan)
+    if chunked.needs_logits:
         with torch.no_grad():
-            outputs = given.model(**{name: x for name, x in inputs.items() if name != "labels"})
-    return (loss, outputs) if getattr(given, "return_outputs", False) else loss
+            outputs = arguments.model(**{name: x for name, x in inputs.items() if name != "labels"})
+    return (loss, outputs) if getattr(arguments, "return_outputs", False) else loss
 
 
-def no_smoothing(trainer: Any) -> None:
-    expected = "0 in a trainer outside of TRL"
+def check_no_label_smoothing(trainer: Any) -> None:
     smoothing = trainer.args.label_smoothing_factor
     if smoothing:
+        expected = "0 in a trainer outside of TRL"
         remedy = "it smooths full logits: use the SFTTrainer of logitless.trl_integration, or no smoothing"
         raise value_error("label_smoothing_factor", expected, smoothing, remedy)
 
 
 PLAIN = Adapter(
     "transformers:",
-    checks=(no_smoothing,),
-    heads={"model": patched},
-    patches={"compute_loss": Seam(model_loss, train=True, evaluate=True, replaces=False)},
+    checks=(check_no_label_smoothing,),
+    attachments={"model": attach_patch},
+    replacements={"compute_loss": Replacement(compute_model_loss, EVERY_STEP, calls_original=True)},
 )

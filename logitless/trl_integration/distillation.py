@@ -1,5 +1,5 @@
 """TRL's distillation trainers that project hidden states themselves: DistillationTrainer, which takes eight
-products (four here), and AsyncDistillation, whose teacher is a server that returns its best tokens.
+products (four here), and AsyncDistillation, whose teacher is a server that returns its top-k tokens.
 
 TRL's AsyncDistillation projects 256 rows at a time in fp32, each twice. `DistillationLoss` projects each row
 once, within the budget.
@@ -16,92 +16,120 @@ from logitless.engine.head_view import HeadView
 from logitless.errors import value_error
 from logitless.models.heads import sharded_head_weight
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of
-from .versions import found_in_trl, newest_minor
+from .adapter import EVERY_STEP, Adapter, ChunkedLoss, Replacement, base_of
+from .versions import import_from_trl, require_newest_minor
 
-SYNC = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
-PACKAGE = "trl.experimental.async_distillation"
-MODULE = f"{PACKAGE}.async_distillation_trainer"
-
-
-def given_head(given: Any, prefix: str = "") -> HeadView:
-    """The head from TRL's arguments whose names have this prefix."""
-    parts = ("lm_head_weight", "lm_head_bias", "final_logit_softcapping", "logit_scale")
-    weight, bias, softcap, scale = (getattr(given, prefix + part) for part in parts)
-    return HeadView(weight, bias, softcap=softcap, logit_scale=scale, of_model=True)
+DIVERGENCE_FUNCTION = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
+ASYNC_PACKAGE = "trl.experimental.async_distillation"
+ASYNC_MODULE = f"{ASYNC_PACKAGE}.async_distillation_trainer"
 
 
-def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's `_chunked_divergence_loss`: (loss, sum of the student's entropies, number of counted tokens)."""
-    hidden = given.student_hidden_states
-    student = given_head(given, "student_")
-    taught = given.teacher_hidden_states.to(hidden.device)
-    teacher = given_head(given, "teacher_")
-    loss = DistillationLoss(beta=given.beta, temperature=given.temperature, logits_budget=chunked.budget)
-    others = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
-    out = chunked.solved(loss, hidden, student, teacher_hidden=taught, teacher_weight=teacher, **others)
-    count = given.completion_mask.sum()
-    return out.loss, out.metrics["entropy"] * count, count
-
-
-def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, ...]:
-    """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the student's
-    entropies and of the teachers', and for each teacher how many tokens it scored and its share of the
-    divergence and of the entropy."""
-    hidden = given.hidden_valid
-    head = given_head(given)
-    index = given.teacher_id_idx
-    several = index is not None
-    loss = DistillationLoss(
-        beta=given.beta,
-        temperature=given.temperature,
-        topk_mode="tail" if given.add_tail_bucket else "renormalize",
-        # Each token's own value, which several teachers are logged by, costs a second projection.
-        reduction="none" if several else "sum",
-        logits_dtype=torch.float32,
-        logits_budget=chunked.budget,
+def make_head_view(arguments: Any, prefix: str = "") -> HeadView:
+    """The head in the arguments of TRL's function whose names have this prefix."""
+    return HeadView(
+        getattr(arguments, f"{prefix}lm_head_weight"),
+        getattr(arguments, f"{prefix}lm_head_bias"),
+        softcap=getattr(arguments, f"{prefix}final_logit_softcapping"),
+        logit_scale=getattr(arguments, f"{prefix}logit_scale"),
+        of_model=True,
     )
-    candidates = given.valid_candidate_mask
-    teacher = given.teacher_target_logps.masked_fill(~candidates, -torch.inf)
-    if several and hasattr(head.weight, "ds_id"):
-        # ZeRO-3 has emptied it again when the backward pass reads it.
+
+
+def compute_divergence(
+    chunked: ChunkedLoss, original: Callable, arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Replacement of TRL's `_chunked_divergence_loss`.
+
+    Returns:
+        (loss, sum of the student's entropies, number of tokens in the completion mask)
+    """
+    student_hidden = arguments.student_hidden_states
+    loss = DistillationLoss(
+        beta=arguments.beta, temperature=arguments.temperature, logits_budget=chunked.logits_budget
+    )
+    output = chunked.compute(
+        loss,
+        student_hidden,
+        make_head_view(arguments, "student_"),
+        teacher_hidden=arguments.teacher_hidden_states.to(student_hidden.device),
+        teacher_weight=make_head_view(arguments, "teacher_"),
+        mask=arguments.completion_mask,
+        num_items=arguments.num_items_in_batch,
+    )
+    num_tokens = arguments.completion_mask.sum()
+    return output.loss, output.metrics["entropy"] * num_tokens, num_tokens
+
+
+def compute_topk_jsd(chunked: ChunkedLoss, original: Callable, arguments: Any) -> tuple[Tensor, ...]:
+    """Replacement of TRL's `_chunked_jsd_loss`.
+
+    Returns:
+        Sums over the tokens of the loss, of its detached value, of the student's entropies and of the
+        teachers' entropies; and (num_teachers * 3,), for each teacher its number of tokens, its part of the
+        loss and its part of the entropies.
+    """
+    hidden = arguments.hidden_valid
+    head = make_head_view(arguments)
+    teacher_index = arguments.teacher_id_idx
+    has_several_teachers = teacher_index is not None
+    loss = DistillationLoss(
+        beta=arguments.beta,
+        temperature=arguments.temperature,
+        topk_mode="tail" if arguments.add_tail_bucket else "renormalize",
+        # Per-token losses, which the metrics of several teachers need, cost a second projection.
+        reduction="none" if has_several_teachers else "sum",
+        logits_dtype=torch.float32,
+        logits_budget=chunked.logits_budget,
+    )
+    candidate_mask = arguments.valid_candidate_mask
+    teacher_logps = arguments.teacher_target_logps.masked_fill(~candidate_mask, -torch.inf)
+    if has_several_teachers and hasattr(head.weight, "ds_id"):
+        # DeepSpeed ZeRO-3 has released the weight again when the backward pass reads it.
         head = head._replace(weight=head.weight.clone())
-    served = (teacher, given.target_ids)
-    out = chunked.solved(loss, hidden.to(head.dtype), head, teacher_logprobs_topk=served)
-    total = out.loss.sum()
+    output = chunked.compute(
+        loss, hidden.to(head.dtype), head, teacher_logprobs_topk=(teacher_logps, arguments.target_ids)
+    )
+    total = output.loss.sum()
 
-    entropies = teachers_entropy(teacher, candidates, given.add_tail_bucket)
-    by_teacher = total.new_zeros(3 * given.num_teachers)
-    if several:
-        mine = index == torch.arange(given.num_teachers, device=index.device)[:, None]
-        each = torch.stack((torch.ones_like(entropies), out.loss.detach(), entropies), dim=-1)
-        by_teacher = (mine[..., None] * each).sum(1).flatten()
-    return total, total.detach(), out.metrics["entropy"] * hidden.shape[0], entropies.sum(), by_teacher
+    teacher_entropies = compute_teacher_entropies(teacher_logps, candidate_mask, arguments.add_tail_bucket)
+    by_teacher = total.new_zeros(3 * arguments.num_teachers)
+    if has_several_teachers:
+        teacher_ids = torch.arange(arguments.num_teachers, device=teacher_index.device)
+        is_of_teacher = teacher_index == teacher_ids[:, None]
+        per_token = torch.stack(
+            (torch.ones_like(teacher_entropies), output.loss.detach(), teacher_entropies), dim=-1
+        )
+        by_teacher = (is_of_teacher[..., None] * per_token).sum(1).flatten()
+    student_entropy = output.metrics["entropy"] * hidden.shape[0]
+    return total, total.detach(), student_entropy, teacher_entropies.sum(), by_teacher
 
 
-def teachers_entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -> Tensor:
-    """Of a teacher's distribution over its candidates (n, k), as TRL completes it: one bucket more, or a sum
-    of 1."""
+def compute_teacher_entropies(logps: Tensor, candidate_mask: Tensor, add_tail_bucket: bool) -> Tensor:
+    """Entropies (n,) of the distributions over the candidates (n, k), which are completed as in TRL: by a
+    bucket for the remaining probability, or by normalization."""
     if add_tail_bucket:
-        logps, candidates = found_in_trl(f"{MODULE}:_add_tail_bucket")(logps, candidates)
+        logps, candidate_mask = import_from_trl(f"{ASYNC_MODULE}:_add_tail_bucket")(logps, candidate_mask)
     else:
         logps = logps - logps.logsumexp(-1, keepdim=True)
-    return torch.nan_to_num(-logps.exp() * logps.masked_fill(~candidates, 0.0)).sum(-1)
+    return torch.nan_to_num(-logps.exp() * logps.masked_fill(~candidate_mask, 0.0)).sum(-1)
 
 
-def no_plan(trainer: Any) -> None:
-    """Refuse a tensor-parallel plan: its ranks must have the same tokens, and these trainers' ranks do
-    not."""
-    whole = sharded_head_weight(base_of(trainer, trainer.model)) is None
-    if not whole:
+def check_no_tensor_parallel(trainer: Any) -> None:
+    """Raise ValueError for a tensor-parallel plan. Its ranks must have the same tokens; in these trainers
+    each rank has its own."""
+    if sharded_head_weight(base_of(trainer, trainer.model)) is not None:
         expected = f"no tensor-parallel plan in {type(trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3"
         raise value_error("model", expected, "one", remedy)
 
 
-Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})
+Distillation = Adapter(
+    "trl:Distillation",
+    checks=(check_no_tensor_parallel,),
+    replacements={DIVERGENCE_FUNCTION: Replacement(compute_divergence, EVERY_STEP)},
+)
 AsyncDistillation = Adapter(
-    f"{PACKAGE}:AsyncDistillation",
-    (newest_minor, no_plan),
-    patches={f"{MODULE}:_chunked_jsd_loss": Seam(chunked_jsd, True, True)},
+    f"{ASYNC_PACKAGE}:AsyncDistillation",
+    checks=(require_newest_minor, check_no_tensor_parallel),
+    replacements={f"{ASYNC_MODULE}:_chunked_jsd_loss": Replacement(compute_topk_jsd, EVERY_STEP)},
 )

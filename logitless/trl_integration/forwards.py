@@ -1,10 +1,10 @@
-"""The forward passes that TRL and Accelerate have put on a model, and the model's own.
+"""The forward passes that TRL and Accelerate have set on a model, and the one below them.
 
 TRL's `add_fused_lm_head` sets a `forward` on the instance, which calls the earlier one in calls without
 `fused_lm_head`. Accelerate sets another for mixed precision, once per model, and keeps the earlier one as
 `_original_forward`. A model that is passed from trainer to trainer collects them: TRL's second head is around
 Accelerate's autocast, because Accelerate does not prepare a model twice. TRL's fused head calls the backbone
-itself, so the wrappers around the head apply to it, and the forward passes below the head do not. Our head
+directly, so the wrappers around the head apply to it, and the forward passes below the head do not. Our head
 takes the place of TRL's.
 """
 
@@ -22,66 +22,76 @@ from logitless.exchange import instance_forward, stock_forward
 
 @dataclass(frozen=True)
 class Forwards:
-    """The forward passes found on a model.
+    """The forward passes of a model.
 
     Attributes:
-        model: whose they are.
-        found: `forward` on the instance, if any.
-        own: the model's own forward pass, bound to it: its class's, or one that a user has put on the
-            instance.
-        prepared: whether Accelerate's autocast is around TRL's fused head.
-        fused: TRL's fused head that a call meets first, if there is one.
+        model: the model.
+        on_instance: the `forward` attribute of the instance, if any.
+        base: the forward pass below those of TRL and Accelerate, bound to the model: that of its class, or
+            one that the user has set on the instance.
+        has_outer_autocast: whether Accelerate's autocast is around TRL's outermost fused head.
+        fused_head: TRL's outermost fused head, if any.
     """
 
     model: nn.Module
-    found: Callable | None
-    own: Callable
-    prepared: bool
-    fused: Callable | None
+    on_instance: Callable | None
+    base: Callable
+    has_outer_autocast: bool
+    fused_head: Callable | None
 
 
 def forwards_of(model: nn.Module) -> Forwards:
-    found = instance_forward(model)
-    original = vars(model).get("_original_forward")
-    prepared = False
-    fused = None
-    below = found
-    while below is not None:
-        if is_fused(below):
-            fused = fused or below
-            below = fused_options(below)["original_forward"]
-        elif original is not None and _wraps(below, original):
-            prepared = prepared or fused is None
-            below = original
+    """Read the forward passes of a model, from the outermost to the innermost."""
+    on_instance = instance_forward(model)
+    original_of_accelerate = vars(model).get("_original_forward")
+    has_outer_autocast = False
+    fused_head = None
+    forward = on_instance
+    while forward is not None:
+        if is_fused_head(forward):
+            fused_head = fused_head or forward
+            forward = fused_head_options(forward)["original_forward"]
+        elif original_of_accelerate is not None and _wraps(forward, original_of_accelerate):
+            has_outer_autocast = has_outer_autocast or fused_head is None
+            forward = original_of_accelerate
         else:
             break
-    # Of a deep copy it is bound to the original.
-    function = getattr(below, "__func__", below)
-    own = stock_forward(model)
-    if function is not None and function is not own.__func__ and not _is_of_class(model, function):
-        own = MethodType(function, model) if isinstance(below, MethodType) else below
-    return Forwards(model, found, own, prepared, fused)
+    # In a deep copy of a model, the inner forward passes are bound to the original model.
+    function = _function_of(forward)
+    base = stock_forward(model)
+    if function is not None and function is not base.__func__ and not _is_class_forward(model, function):
+        base = MethodType(function, model) if isinstance(forward, MethodType) else forward
+    return Forwards(model, on_instance, base, has_outer_autocast, fused_head)
 
 
-def is_fused(forward: Any) -> bool:
-    """Whether this is a forward pass that `add_fused_lm_head` has put on a model."""
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+def is_fused_head(forward: Any) -> bool:
+    """Whether this is a forward pass that `add_fused_lm_head` has set on a model."""
+    code = getattr(_function_of(forward), "__code__", None)
     return code is not None and code in add_fused_lm_head.__code__.co_consts
 
 
-def fused_options(forward: Callable) -> dict[str, Any]:
-    """The arguments with which `add_fused_lm_head` has made this, and `original_forward`."""
-    return dict(inspect.getclosurevars(getattr(forward, "__func__", forward)).nonlocals)
+def fused_head_options(forward: Callable) -> dict[str, Any]:
+    """The arguments of the call of `add_fused_lm_head` that has made this forward pass, and
+    `original_forward`."""
+    return dict(inspect.getclosurevars(_function_of(forward)).nonlocals)
 
 
-def _is_of_class(model: nn.Module, function: Callable) -> bool:
+def _function_of(forward: Any) -> Any:
+    """The function of a bound method; any other object itself."""
+    return getattr(forward, "__func__", forward)
+
+
+def _is_class_forward(model: nn.Module, function: Callable) -> bool:
     return any(vars(cls).get("forward") is function for cls in type(model).__mro__)
 
 
 def _wraps(forward: Callable, original: Callable) -> bool:
-    """Whether `forward` is Accelerate's around `original`."""
-    inner, wanted = getattr(forward, "__func__", forward), getattr(original, "__func__", original)
-    while (inner := getattr(inner, "__wrapped__", None)) is not None:
-        if inner is wanted:
+    """Whether `forward` is Accelerate's wrapper around `original`."""
+    function = _function_of(forward)
+    original_function = _function_of(original)
+    while True:
+        function = getattr(function, "__wrapped__", None)
+        if function is None:
+            return False
+        if function is original_function:
             return True
-    return False

@@ -1,12 +1,13 @@
 """Outputs that a model returns in the place of logits while its trainer computes a loss.
 
-`scored`: TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
-Our losses compute it, inside the model's own forward pass, where the hooks of DDP, FSDP and DeepSpeed fire.
+`attach_fused_head`: TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a
+`FusedCausalLMOutput`. The losses of logitless compute it inside the model's own forward pass, where the hooks
+of DDP, FSDP and DeepSpeed run.
 
-`picked`: other trainers read `model(...).logits` themselves. They get `PickedLogits`: hidden states and the
-head, not multiplied. TRL's code slices them, divides them by a temperature and gathers tokens'
-log-probabilities as before. A function of whole distributions goes to one of our losses; any other use
-raises.
+`attach_gatherable_logits`: other trainers read `model(...).logits` themselves. They get `GatherableLogits`:
+hidden states and the head, not multiplied. TRL's code slices them, divides them by a temperature and gathers
+tokens' log-probabilities as before. A function of whole distributions is computed by a loss of logitless; any
+other operation raises.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,64 +33,74 @@ from logitless.models.heads import find_head, sharded_head_weight
 from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
-from .adapter import Attach, ChunkedLoss, swapped
+from .adapter import TRAIN, Attach, ChunkedLoss, MakeAttach, swap_attributes
 from .forwards import Forwards, forwards_of
 
-KEY = "score"
+KEY = "trainer"
 
-# Scores the labelled tokens: (hidden (B, T, H), head, labels (B, T), shift: whether position i is scored on
-# label i + 1) -> fields of `FusedCausalLMOutput`, `log_probs` among them.
-Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Any]]
+# Computes the fields of a `FusedCausalLMOutput`, among them `log_probs`. Its arguments are hidden (B, T, H),
+# head, labels (B, T) and shift, which says whether position i predicts label i + 1.
+ComputeFields = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Scoring:
+class FusedHead:
     """How calls of a model with `fused_lm_head=True` are computed."""
 
     chunked: ChunkedLoss
-    score: Score
+    compute_fields: ComputeFields
     forwards: Forwards
 
     def autocast(self) -> AbstractContextManager:
         """The autocast context in which TRL runs its fused head and the backbone."""
-        return self.chunked.trainer.accelerator.autocast() if self.forwards.prepared else nullcontext()
+        if self.forwards.has_outer_autocast:
+            return self.chunked.trainer.accelerator.autocast()
+        return nullcontext()
 
 
-def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
-    """While it is attached, `model(..., labels=..., fused_lm_head=True)` returns a score; every other call
-    runs as before."""
+def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields]) -> MakeAttach:
+    """While it is attached, `model(..., labels=..., fused_lm_head=True)` returns an output with the computed
+    fields; every other call runs as before."""
 
-    def attach(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
-        score = score_of(chunked)
-        last = None
+    def make_attach(chunked: ChunkedLoss) -> Attach:
+        compute_fields = make_compute_fields(chunked)
+        fused_head = None
 
         @contextmanager
-        def attached(model: PreTrainedModel) -> Iterator[None]:
-            nonlocal last
-            found = instance_forward(model)
-            if last is None or last.forwards.model is not model or last.forwards.found is not found:
-                # The same object in every step, as a compiled graph knows it by identity.
-                last = Scoring(chunked, score, forwards_of(model))
+        def attach(model: PreTrainedModel) -> Iterator[None]:
+            nonlocal fused_head
+            on_instance = instance_forward(model)
+            is_current = (
+                fused_head is not None
+                and fused_head.forwards.model is model
+                and fused_head.forwards.on_instance is on_instance
+            )
+            if not is_current:
+                # The same object is used in every step, because a compiled graph has a guard on its identity.
+                fused_head = FusedHead(chunked, compute_fields, forwards_of(model))
             with ExitStack() as stack:
-                stack.enter_context(_answering(chunked, model))
-                stack.enter_context(exchanged(model, KEY, _scored_forward, last))
+                stack.enter_context(_defer_logits(chunked, model))
+                stack.enter_context(exchanged(model, KEY, _fused_head_forward, fused_head))
                 if "_loss_function" in vars(model):
-                    # TRL's fused head ignores a user's own, which may do anything with logits.
-                    own = model._loss_function
-                    stack.enter_context(swapped(model, _loss_function=_unless_deferred(own)))
+                    # TRL's fused head ignores a loss function of the user, which may do anything with logits.
+                    loss_function = _skip_if_deferred(model._loss_function)
+                    stack.enter_context(swap_attributes(model, _loss_function=loss_function))
                 yield
 
-        return attached
+        return attach
 
-    return attach
+    return make_attach
 
 
-def _answering(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextManager:
+def _defer_logits(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextManager:
+    """Context manager in which the model's head returns deferred logits in calls inside of `deferred`."""
     head = find_head(model)
     return deferring_head(head, chunked.deferrals.setdefault(head, Deferral()))
 
 
-def _unless_deferred(loss_function: Callable) -> Callable:
+def _skip_if_deferred(loss_function: Callable) -> Callable:
+    """Return a loss function that is 0 for deferred logits from which the caller computes the loss."""
+
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(logits, DeferredLogits) and not logits.deferral.needs_cross_entropy:
             return torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -98,97 +109,105 @@ def _unless_deferred(loss_function: Callable) -> Callable:
     return loss
 
 
-def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
-    """Raise if the ranks of a tensor-parallel plan have different tokens; checked until the first step is
-    done.
+def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
+    """Raise ValueError if the ranks of a tensor-parallel plan have different tokens; checked until the first
+    training step is done.
 
     The model would mix the tokens of these ranks to meaningless results. In TRL's trainers that generate,
     each process has its own sequences or its own order of them.
     """
     weight = sharded_head_weight(model)
-    if weight is None or ids is None or "train" in chunked.verified or torch.compiler.is_compiling():
+    is_verified = TRAIN in chunked.verified_steps
+    if weight is None or ids is None or is_verified or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
     ids_of_ranks: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(ids_of_ranks, ids.tolist(), group=group)
-    if not all(x == ids_of_ranks[0] for x in ids_of_ranks):
+    if any(ids_of_rank != ids_of_ranks[0] for ids_of_rank in ids_of_ranks):
         expected = "the same tokens on all ranks of its tensor-parallel plan"
         got = f"others on each in {type(chunked.trainer).__name__}"
-        remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
+        remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have different sequences"
         raise value_error("model", expected, got, remedy)
 
 
-def picked(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
-    """While it is attached, a model answers with `PickedLogits` in calls inside of `picking`."""
+def attach_gatherable_logits(chunked: ChunkedLoss) -> Attach:
+    """While it is attached, a model returns `GatherableLogits` in calls inside of
+    `return_gatherable_logits`."""
 
     @contextmanager
-    def attached(model: PreTrainedModel) -> Iterator[None]:
-        with _answering(chunked, model), exchanged(model, KEY, _picked_forward, chunked):
+    def attach(model: PreTrainedModel) -> Iterator[None]:
+        with _defer_logits(chunked, model), exchanged(model, KEY, _gatherable_forward, chunked):
             yield
 
-    return attached
+    return attach
 
 
-def _scored_forward(
+def _fused_head_forward(
     model: PreTrainedModel,
-    scoring: Scoring,
-    stock: Callable,
+    fused_head: FusedHead,
+    original: Callable,
     *args: Any,
     fused_lm_head: bool = False,
     labels: Tensor | None = None,
-    shift_labels: Tensor | None = None,  # already aligned, as context and sequence parallelism pass them
+    shift_labels: Tensor | None = None,  # aligned with hidden, as context and sequence parallelism pass them
     **kwargs: Any,
 ) -> Any:
+    """Forward pass of a model with an attached fused head."""
     if not fused_lm_head:
-        own = {"labels": labels, "shift_labels": shift_labels}
-        return stock(*args, **kwargs, **{name: x for name, x in own.items() if x is not None})
-    with scoring.autocast():
-        return _fused_output(model, scoring, *args, labels=labels, shift_labels=shift_labels, **kwargs)
+        all_labels = {"labels": labels, "shift_labels": shift_labels}
+        return original(*args, **kwargs, **{name: x for name, x in all_labels.items() if x is not None})
+    with fused_head.autocast():
+        return _compute_fused_output(
+            model, fused_head, *args, labels=labels, shift_labels=shift_labels, **kwargs
+        )
 
 
-def _fused_output(
+def _compute_fused_output(
     model: PreTrainedModel,
-    scoring: Scoring,
+    fused_head: FusedHead,
     *args: Any,
     labels: Tensor | None,
     shift_labels: Tensor | None,
     **kwargs: Any,
 ) -> FusedCausalLMOutput:
     targets = labels if shift_labels is None else shift_labels
-    count = kwargs.pop("num_items_in_batch", None)
+    num_items = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
     with defer_logits(model, needs_cross_entropy=False):
-        # TRL's head calls the backbone directly, not the forward that was on the instance before.
-        out = scoring.forwards.own(*args, labels=targets, **kwargs)
+        # Without TRL's and Accelerate's forward passes: TRL's fused head calls the backbone directly.
+        output = fused_head.forwards.base(*args, labels=targets, **kwargs)
 
     names: list[str] = []
 
-    def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
-        compare_tokens(scoring.chunked, model, targets)
-        fields = scoring.score(hidden, head, targets.to(hidden.device), shift_labels is None)
+    def compute_values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
+        check_equal_tokens(fused_head.chunked, model, targets)
+        needs_shift = shift_labels is None
+        fields = fused_head.compute_fields(hidden, head, targets.to(hidden.device), needs_shift)
         names.extend(fields)
-        # Hooks of modules look for tensors in tuples.
+        # A tuple, because hooks of modules look for tensors in tuples
         return tuple(unviewed(x, model) for x in fields.values())
 
-    fields = dict(zip(names, out.logits.call_with_head(values)))
-    # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
-    # own count
-    count = fields["label_mask"].sum().clamp(min=1) if count is None else count
-    loss = -fields["log_probs"].sum() / count
-    # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
-    loss = loss + out.loss
-    if scoring.chunked.sums is not None:
-        # TRL's own `compute_loss` is running, and has called this.
+    values = output.logits.call_with_head(compute_values)
+    fields = dict(zip(names, values))
+    # TRL reads `loss` under DeepSpeed's sequence parallelism only; elsewhere its `compute_loss` divides the
+    # sum of `log_probs` by its own count.
+    if num_items is None:
+        num_items = fields["label_mask"].sum().clamp(min=1)
+    loss = -fields["log_probs"].sum() / num_items
+    # The model computed its loss without the cross-entropy: it is the router loss.
+    loss = loss + output.loss
+    if fused_head.chunked.sum_options is not None:
+        # TRL's own `compute_loss` is running, and reads nothing but sums.
         fields = {name: SumOfTokens(x) for name, x in fields.items()}
-    return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
+    return FusedCausalLMOutput(loss=loss, aux_loss=getattr(output, "aux_loss", None), **fields)
 
 
 @dataclass(frozen=True)
 class SumOfTokens:
     """A field of TRL's fused output that holds only the sum of its per-token values.
 
-    Only TRL's own `SFTTrainer.compute_loss` gets it, which uses nothing but sums of the fields. Any other
-    reader, such as a hook of the model, gets an error instead of a tensor of another shape.
+    Returned only while TRL's own `SFTTrainer.compute_loss` runs, which uses nothing but sums of the fields.
+    Any other operation, such as one of a model's hook, raises.
     """
 
     total: Tensor
@@ -206,13 +225,13 @@ class SumOfTokens:
     def __torch_function__(
         cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        cls._refuse(function.__name__)
+        cls._raise(function.__name__)
 
     def __getattr__(self, name: str) -> Any:
-        self._refuse(repr(name), AttributeError)
+        self._raise(repr(name), AttributeError)
 
     @staticmethod
-    def _refuse(use: str, error: type[Exception] = TypeError) -> None:
+    def _raise(use: str, error: type[Exception] = TypeError) -> None:
         raise error(
             f"outputs: expected TRL's SFTTrainer.compute_loss, which sums the fields, got {use} of one; "
             "call the model with fused_lm_head=True yourself, which gives fields per token."
@@ -222,19 +241,26 @@ class SumOfTokens:
 # Wrappers of the model look for tensors in its output.
 register_pytree_node(
     SumOfTokens,
-    lambda found: ([found.total], None),
+    lambda field: ([field.total], None),
     lambda values, context: SumOfTokens(*values),
     serialized_type_name="logitless.SumOfTokens",
 )
 
 
 @dataclass(frozen=True)
-class PickedLogits(DeferredLogits):
-    """Logits (B, T, V), or with `normalized` their log-probabilities, with the head of their forward pass: an
-    adapter may be switched off for a teacher, and on again before anybody reads the logits."""
+class GatherableLogits(DeferredLogits):
+    """Logits (B, T, V), or log-probabilities, that support slicing, division and gathering.
+
+    They hold the head as it was in the forward pass: a PEFT adapter may be switched off for a teacher's
+    forward pass, and on again before the logits are read.
+
+    Attributes:
+        chunked: the chunked loss that records the plans.
+        is_normalized: whether they are log-probabilities, after `log_softmax`.
+    """
 
     chunked: ChunkedLoss | None = None
-    normalized: bool = False
+    is_normalized: bool = False
 
     operations: ClassVar = {
         F.log_softmax: "log_softmax",
@@ -247,110 +273,137 @@ class PickedLogits(DeferredLogits):
     remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
 
     @property
-    def budget(self) -> dict[str, Any]:
+    def budget_option(self) -> dict[str, Any]:
         return {"logits_budget": self.deferral.logits_budget}
 
     def call_with_head(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
         return function(self.hidden, self.current_view())
 
-    def log_softmax(self, dim: int, **kwargs: Any) -> "PickedLogits":
-        return replace(self, normalized=True) if dim == -1 else self._refuse(f"log_softmax over {dim}")
+    def log_softmax(self, dim: int, **kwargs: Any) -> "GatherableLogits":
+        if dim != -1:
+            self._refuse(f"log_softmax over {dim}")
+        return replace(self, is_normalized=True)
 
-    def __mul__(self, factor: Any) -> "PickedLogits":
-        return self._refuse("a product after log_softmax") if self.normalized else super().__mul__(factor)
+    def __mul__(self, factor: Any) -> "GatherableLogits":
+        if self.is_normalized:
+            self._refuse("a product after log_softmax")
+        return super().__mul__(factor)
 
-    def __getitem__(self, index: Any) -> "PickedLogits":
-        masked = isinstance(index, Tensor) and index.dtype == torch.bool
-        return replace(self, hidden=self.hidden[index]) if masked else super().__getitem__(index)
+    def __getitem__(self, index: Any) -> "GatherableLogits":
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+        return replace(self, hidden=self.hidden[index]) if is_mask else super().__getitem__(index)
 
-    def chunk(self, chunks: int, dim: int) -> list["PickedLogits"]:
+    def chunk(self, chunks: int, dim: int) -> list["GatherableLogits"]:
         return [replace(self, hidden=x) for x in self.hidden.chunk(chunks, dim)]
 
-    def detach(self) -> "PickedLogits":
+    def detach(self) -> "GatherableLogits":
         hidden, head = tree_map_only(Tensor, Tensor.detach, (self.hidden, self.head))
         return replace(self, hidden=hidden, head=head)
 
     def statistics(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
-        """Statistics by `TokenStatistics` of ids (B, T), or by `IdsStatistics` of (B, T, k); 0 where an id is
-        -100."""
+        """Statistics by name: of `TokenStatistics` for ids (B, T), of `IdsStatistics` for ids (B, T, k).
+
+        They are 0 where an id is -100. `options`: fields of these classes.
+        """
         ids = ids.to(self.device)
         head = self.current_view()
-        options = self.budget | options
-        with self.chunked.saving():
+        options = self.budget_option | options
+        with self.chunked.without_offloading():
             if ids.dim() < self.dim():
                 statistics, plan = TokenStatistics(**options).statistics(self.hidden, head, ids)
             else:
                 statistics, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsStatistics(**options))
-        self.chunked.note(plan)
+        self.chunked.record_plan(plan)
         return statistics
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
-        if not self.normalized or dim not in (-1, self.dim() - 1):
-            return self._refuse(f"gather of dim {dim} with log_softmax={self.normalized}")
-        one = index.shape[-1] == 1
-        return self.statistics(index[..., 0])["logps"][..., None] if one else self.statistics(index)["logps"]
+        if not self.is_normalized or dim not in (-1, self.dim() - 1):
+            self._refuse(f"gather of dim {dim} with log_softmax={self.is_normalized}")
+        if index.shape[-1] == 1:
+            return self.statistics(index[..., 0])["logps"][..., None]
+        return self.statistics(index)["logps"]
 
     def take_along_dim(self, indices: Tensor, dim: int) -> Tensor:
         return self.gather(dim, indices)
 
     def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.chunked.saving():
+        with self.chunked.without_offloading():
             loss = super().cross_entropy(*args, **kwargs)
-        self.chunked.note(self.deferral.last_plan)
+        self.chunked.record_plan(self.deferral.last_plan)
         return loss
 
     def argmax(self, dim: int) -> Tensor:
-        """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
+        """The id (B, T) with the largest logit of each token, compared in fp32: bf16 rounds different logits
+        to equal ones."""
         if dim != -1:
-            return self._refuse(f"argmax over {dim}")
-        best = TopkStatistics(k=1, logits_dtype=torch.float32, **self.budget)
-        targets = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+            self._refuse(f"argmax over {dim}")
+        top1 = TopkStatistics(k=1, logits_dtype=torch.float32, **self.budget_option)
         with torch.no_grad():
-            return best.statistics(self.hidden, self.current_view(), targets, None)[0]["ids"][..., 0]
+            statistics, _ = top1.statistics(self.hidden, self.current_view(), self._no_targets(), None)
+        return statistics["ids"][..., 0]
 
     def mean(self, dim: int | None = None) -> Tensor:
-        """The mean of each token's logits (dim -1) or of all logits, detached. Without a softcap it is the
-        product of the hidden states with the mean row of the head."""
-        learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.hidden, self.head)))
-        if dim not in (None, -1) or self.normalized or learns:
-            return self._refuse(f"mean over {dim} with requires_grad={learns}")
+        """Return the mean logit of each token (`dim=-1`), or of all tokens (`dim=None`).
+
+        Without a softcap it is computed as `(hidden @ weight.mean(0) + bias.mean()) * logit_scale`.
+
+        Raises:
+            TypeError: `hidden` or the head requires grad.
+        """
+        tensors = [x for x in tree_leaves((self.hidden, self.head)) if isinstance(x, Tensor)]
+        requires_grad = any(x.requires_grad for x in tensors)
+        if dim not in (None, -1) or self.is_normalized or requires_grad:
+            self._refuse(f"mean over {dim} with requires_grad={requires_grad}")
         head = self.current_view()
         if head.softcap is None:
-            row = whole(head.weight.mean(0))
+            mean_row = whole(head.weight.mean(0))
             bias = 0.0 if head.bias is None else whole(head.bias.float().mean())
-            mean_logits = ((self.hidden.to(head.dtype) @ row).float() + bias) * head.logit_scale
+            mean_logits = ((self.hidden.to(head.dtype) @ mean_row).float() + bias) * head.logit_scale
         else:
-            targets = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-            every = TokenStatistics(also=("sum_logits",), **self.budget)
-            mean_logits = every.statistics(self.hidden, head, targets)[0]["sum_logits"] / self.rows
+            loss = TokenStatistics(also=("sum_logits",), **self.budget_option)
+            statistics, _ = loss.statistics(self.hidden, head, self._no_targets())
+            mean_logits = statistics["sum_logits"] / self.rows
         return mean_logits if dim == -1 else mean_logits.mean()
+
+    def _no_targets(self) -> Tensor:
+        """Targets (B, T) for statistics that do not depend on them."""
+        return torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
 
 
 @contextmanager
-def picking(chunked: ChunkedLoss) -> Iterator[None]:
-    """Context in which the models return picked logits, with Accelerate's autocast inside their forward."""
-    with swapped(chunked, picking=True), chunked.trainer.accelerator.autocast():
+def return_gatherable_logits(chunked: ChunkedLoss) -> Iterator[None]:
+    """Context manager in which attached models return gatherable logits, computed under Accelerate's
+    autocast, which is otherwise inside of their forward passes."""
+    with swap_attributes(chunked, returns_gatherable_logits=True), chunked.trainer.accelerator.autocast():
         yield
 
 
-def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-    if not chunked.picking:
-        return stock(*args, **kwargs)
+def _gatherable_forward(
+    model: Any, chunked: ChunkedLoss, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Forward pass of a model that returns `GatherableLogits`."""
+    if not chunked.returns_gatherable_logits:
+        return original(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
-    compare_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
+    check_equal_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
     with defer_logits(model, needs_cross_entropy=False):
-        out = stock(*args, **kwargs)
-    logits = out.logits
-    aux_loss = getattr(out, "aux_loss", None)
-    hidden, *own = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
-    # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
-    # its outputs, where a leaf has nothing behind it.
-    copied = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
-    weight, bias = tree_map_only(Tensor, copied, own)
+        output = original(*args, **kwargs)
+    logits = output.logits
+    aux_loss = getattr(output, "aux_loss", None)
+    hidden, *parameters = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
+    # Copies or views, not the parameters: FSDP frees the parameters after the forward pass, and DDP searches
+    # the graphs of a model's outputs for used parameters, and does not find one that is itself an output.
+    copy = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
+    weight, bias = tree_map_only(Tensor, copy, parameters)
     head = HeadView(weight, bias, of_model=True, in_shards=split_over_vocabulary(weight))
-    deferral = Deferral(logits_budget=chunked.budget)
-    picked_logits = PickedLogits(
-        hidden, head, deferral, head.shape[0], logits.logit_scale, logits.softcap, chunked
+    gatherable_logits = GatherableLogits(
+        hidden,
+        head,
+        Deferral(logits_budget=chunked.logits_budget),
+        head.shape[0],
+        logits.logit_scale,
+        logits.softcap,
+        chunked,
     )
-    # FSDP looks for tensors among the outputs, to begin the backward pass there.
-    return MoeCausalLMOutputWithPast(logits=picked_logits, aux_loss=aux_loss, hidden_states=(hidden,))
+    # FSDP looks for tensors among the outputs, to start the backward pass there.
+    return MoeCausalLMOutputWithPast(logits=gatherable_logits, aux_loss=aux_loss, hidden_states=(hidden,))

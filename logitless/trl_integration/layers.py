@@ -1,4 +1,4 @@
-"""Fused layers in a trainer's models: `use_fused_layers`, beside the chunked loss or alone."""
+"""Fused layers in a trainer's models: `use_fused_layers`, with the chunked loss or alone."""
 
 import logging
 from collections.abc import Callable
@@ -15,88 +15,107 @@ from logitless.layers.fuse import FusionReport
 from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
 
-from .activations import fit
+from .activations import apply_budget
 from .adapter import Adapter, enable
 
 logger = logging.getLogger("logitless.trl_integration")
 
-# Rollouts come from the first, or from an engine that runs a model of its own.
-MODELS = ("model", "ref_model", "teacher_model")
+# Rollouts come from the first, or from an inference engine with a copy of its weights.
+MODEL_ATTRIBUTES = ("model", "ref_model", "teacher_model")
 
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """A trainer's `fused_layers`: the report of each of its models; `str()` of it is a line of counts."""
+    """A trainer's `fused_layers`: the report of each of its models; `str()` of it is a line of counts.
+
+    Attributes:
+        reports: by the trainer's attribute.
+        is_compiled: whether the trainer compiles its model, which then runs without the fused layers.
+        undo: restores the layers of all models.
+    """
 
     reports: dict[str, FusionReport]
-    compiled: bool
+    is_compiled: bool
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __str__(self) -> str:
-        lines = [f"fused in {name}: {report.summary()}" for name, report in self.reports.items()]
-        return "; ".join(lines) + " (torch.compile takes the model's own layers)" * self.compiled
+        counts = "; ".join(f"fused in {name}: {report.summary()}" for name, report in self.reports.items())
+        if self.is_compiled:
+            return counts + " (torch.compile takes the model's own layers)"
+        return counts
 
 
-class FirstStep(TrainerCallback):
-    """Logs after the first step what was fused, unless the chunked loss has logged it."""
+class FusedLayersLogger(TrainerCallback):
+    """Logs after the first step which layers are fused; the chunked loss, if it is on, logs them itself."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.said = False
+        self.has_logged = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.said and state.is_world_process_zero and "chunked_loss" not in vars(self.trainer):
+        has_chunked_loss = "chunked_loss" in vars(self.trainer)
+        if not self.has_logged and state.is_world_process_zero and not has_chunked_loss:
             logger.info(f"{type(self.trainer).__name__}: {self.trainer.fused_layers}")
-        self.said = True
+        self.has_logged = True
 
 
 def switch_on(
     trainer: Any,
     adapter: Adapter | None,
-    budget: int | None,
+    logits_budget: int | None,
     *,
-    layers: bool,
-    activations: int | str | None = None,
+    fuse: bool,
+    activation_budget: int | str | None = None,
 ) -> Callable[[], None]:
-    """Switch on what the flags of a config ask for; without an adapter, not the loss.
+    """Switch on the options of a trainer.
 
-    Returns a function that switches everything off again.
+    Args:
+        trainer: the trainer.
+        adapter: its adapter, for the chunked loss; None leaves the loss as it is.
+        logits_budget: of the chunked loss.
+        fuse: whether to fuse the layers of its models.
+        activation_budget: as `fit_activations` takes it; None for no budget.
+
+    Returns:
+        A function that switches all of them off again.
 
     Raises:
-        ValueError, ImportError: as `enable`, `fuse_layers` and `fit_activations` do; then nothing stays on.
+        ValueError, ImportError: as `enable`, `fuse_layers` and `fit_activations` do; then no option stays on.
     """
     with ExitStack() as undo:
         if adapter is not None:
-            undo.callback(enable(trainer, adapter, budget))
-        if layers:
+            undo.callback(enable(trainer, adapter, logits_budget))
+        if fuse:
             undo.callback(_fuse(trainer))
-        if activations is not None:
-            undo.callback(fit(trainer, activations))
+        if activation_budget is not None:
+            undo.callback(apply_budget(trainer, activation_budget))
         return undo.pop_all().close
 
 
 def _fuse(trainer: Any) -> Callable[[], None]:
-    liger = trainer.args.use_liger_kernel
-    remedy = "both replace the same layers: leave one of them out"
-    if liger:
-        raise value_error("use_liger_kernel", "False with use_fused_layers=True", liger, remedy)
+    """Fuse the layers of the trainer's models; returns a function that restores them."""
+    use_liger_kernel = trainer.args.use_liger_kernel
+    if use_liger_kernel:
+        remedy = "both replace the same layers: leave one of them out"
+        raise value_error("use_liger_kernel", "False with use_fused_layers=True", use_liger_kernel, remedy)
     models: dict[nn.Module, str] = {}
-    for name in MODELS:
-        if isinstance(model := getattr(trainer, name, None), nn.Module):
+    for name in MODEL_ATTRIBUTES:
+        model = getattr(trainer, name, None)
+        if isinstance(model, nn.Module):
             models.setdefault(model, name)  # a student may be its own teacher
     for model in models:
         for module in model.modules():
             withdraw(module, KEY)  # it may come from another trainer, or be the copy of a fused one
     reports = {}
-    with ExitStack() as undo:
+    with ExitStack() as stack:
         for model, name in models.items():
             fused = fuse_layers(model)
-            undo.callback(fused)
+            stack.callback(fused)
             reports[name] = fused.report
-        line = FirstStep(trainer)
-        trainer.add_callback(line)
-        undo.callback(trainer.remove_callback, line)
-        undo.callback(trainer.__dict__.pop, "fused_layers", None)
-        take_off = undo.pop_all().close
-    trainer.__dict__["fused_layers"] = FusedLayers(reports, bool(trainer.args.torch_compile), take_off)
-    return take_off
+        log_callback = FusedLayersLogger(trainer)
+        trainer.add_callback(log_callback)
+        stack.callback(trainer.remove_callback, log_callback)
+        stack.callback(trainer.__dict__.pop, "fused_layers", None)
+        undo = stack.pop_all().close
+    trainer.__dict__["fused_layers"] = FusedLayers(reports, bool(trainer.args.torch_compile), undo)
+    return undo

@@ -1,6 +1,7 @@
-"""Our Config/Trainer pairs: subclasses of TRL's classes with the flags, made on first use.
+"""The pairs of Config and Trainer: subclasses of TRL's classes with additional options, made on first use.
 
-With all flags off a pair *is* TRL's pair; with one on, the trainer's constructor ends in `switch_on`.
+With all options off, a pair does exactly what TRL's pair does; with one on, the trainer's constructor ends by
+calling `switch_on`.
 """
 
 import functools
@@ -12,16 +13,16 @@ from logitless.errors import value_error
 from logitless.models.activation_plan import to_bytes
 
 from . import deferred, distillation, per_token
-from .adapter import LIGER_LOSS, Adapter, swapped
+from .adapter import LIGER_LOSS, Adapter, swap_attributes
 from .layers import switch_on
-from .versions import found_in_trl, require_supported
+from .versions import import_from_trl, require_supported
 
-# Every trainer that the flag covers, by name
+# The adapters of all trainers that support the chunked loss, by name
 ADAPTERS: dict[str, Adapter] = {
-    found.name: found
+    value.name: value
     for module in (per_token, deferred, distillation)
-    for found in vars(module).values()
-    if isinstance(found, Adapter)
+    for value in vars(module).values()
+    if isinstance(value, Adapter)
 }
 
 
@@ -30,9 +31,9 @@ class ChunkedLossConfigMixin:
     """Adds `use_chunked_loss`, `use_fused_layers`, `logits_budget` and `activation_budget` to a TRL config.
 
     Raises:
-        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with
+        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or set with
             `use_chunked_loss=False`; `activation_budget` is no positive number of bytes.
-        ValueError: the config, with a flag on, is given to a trainer that would ignore it.
+        ValueError: the config, with an option set, is passed to a trainer that would ignore it.
     """
 
     use_chunked_loss: bool = field(default=False, metadata={"help": "Compute the loss without full logits."})
@@ -43,14 +44,14 @@ class ChunkedLossConfigMixin:
         default=None, metadata={"help": "Bytes that the logits alive at one time may take."}
     )
 
-    # A whole number is taken too; transformers' parser takes one type beside None.
+    # An int is accepted too, but transformers' argument parser allows one type besides None.
     activation_budget: str | None = field(
         default=None,
         metadata={"help": "Bytes that decoder layers may keep between forward and backward, such as 12GiB."},
     )
 
-    # Whether one of our trainers is being constructed with this config
-    _claimed = False
+    # Whether a trainer of this package is being constructed with this config
+    _is_supported_by_trainer = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,37 +60,39 @@ class ChunkedLossConfigMixin:
             to_bytes(self.activation_budget)
 
     @property
-    def _flags(self) -> list[str]:
-        """Names of the options that are set."""
-        flags = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
-        return flags + ["activation_budget"] * (self.activation_budget is not None)
+    def _options(self) -> list[str]:
+        """Names of the options that are set and change the trainer."""
+        options = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
+        if self.activation_budget is not None:
+            options.append("activation_budget")
+        return options
 
     @property
     def place_model_on_device(self) -> bool | None:
-        # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
-        # moment at which a config can see that it came to a trainer that does not know the flags.
-        flags = self._flags
-        if flags and not self._claimed:
+        # `Trainer.__init__` reads this property of its arguments, and nothing else does: only here can a
+        # config detect that it was passed to a trainer that ignores its options.
+        options = self._options
+        if options and not self._is_supported_by_trainer:
             expected = "a trainer that honours it"
-            found = "one that would ignore it"
+            got = "one that would ignore it"
             remedy = "import the trainer from logitless.trl_integration too"
-            raise value_error(", ".join(flags), expected, found, remedy)
+            raise value_error(", ".join(options), expected, got, remedy)
         return super().place_model_on_device
 
 
 def check_budget(logits_budget: Any, use_chunked_loss: bool) -> None:
-    CrossEntropyLoss(logits_budget=logits_budget)  # raises for a value that is no number of bytes
-    alone = logits_budget is None or use_chunked_loss
-    remedy = "set use_chunked_loss=True"
-    if not alone:
+    """Raise TypeError or ValueError for an invalid budget, or for one without the chunked loss."""
+    CrossEntropyLoss(logits_budget=logits_budget)  # raises for an invalid budget
+    if logits_budget is not None and not use_chunked_loss:
+        remedy = "set use_chunked_loss=True"
         raise value_error("logits_budget", "None with use_chunked_loss=False", logits_budget, remedy)
 
 
 class ChunkedLossTrainerMixin:
-    """A trainer of TRL whose constructor switches on what its config asks for.
+    """Mixin of a TRL trainer whose constructor switches on the options of its config.
 
-    `last_plan` is the `plan` of the most recent loss call, a reference's in a training step left out; None if
-    there was none, or in a compiled model, which is traced before anything runs.
+    `last_plan` is the `plan` of the most recent call of a loss, except for a reference model's in a training
+    step. It is None before the first call, and in a compiled model.
     """
 
     adapter: ClassVar[Adapter]
@@ -98,30 +101,41 @@ class ChunkedLossTrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         configs = (value for value in (*args, *kwargs.values()) if isinstance(value, ChunkedLossConfigMixin))
         config = next(configs, None)
-        if config is None or not config._flags:
+        if config is None or not config._options:
             super().__init__(*args, **kwargs)
             return
         if config.use_chunked_loss and config.use_liger_kernel:
-            # its layers: its loss would read the head itself
+            # Liger's layers without its loss, which would read the head itself
             config.liger_kernel_config = (config.liger_kernel_config or {}) | {LIGER_LOSS: False}
-        with swapped(config, _claimed=True):
+        with swap_attributes(config, _is_supported_by_trainer=True):
             super().__init__(*args, **kwargs)
         adapter = self.adapter if config.use_chunked_loss else None
-        asked = {"layers": config.use_fused_layers, "activations": config.activation_budget}
-        switch_on(self, adapter, config.logits_budget, **asked)
+        switch_on(
+            self,
+            adapter,
+            config.logits_budget,
+            fuse=config.use_fused_layers,
+            activation_budget=config.activation_budget,
+        )
 
 
 @functools.cache
-def pair(name: str) -> tuple[type, type]:
-    """(Config, Trainer) of this name."""
+def make_pair(name: str) -> tuple[type, type]:
+    """The classes (Config, Trainer) of the trainer with this name."""
     require_supported()
     adapter = ADAPTERS[name]
-    stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))
-    flags = "`use_chunked_loss`, `use_fused_layers`, `logits_budget` and `activation_budget`"
-    about = f"TRL's `{name}Config` with {flags}."
-    given = {"__module__": __package__, "__doc__": about}
-    config = type(f"{name}Config", (ChunkedLossConfigMixin, stock_config), given)
-    same = "with `use_chunked_loss=True` the same loss without the full logits"
-    about = f"TRL's `{name}Trainer`; {same}, with `use_fused_layers=True` the same model with fused layers."
-    given = {"__module__": __package__, "__doc__": about, "adapter": adapter}
-    return dataclass(config), type(f"{name}Trainer", (ChunkedLossTrainerMixin, stock_trainer), given)
+    original_config = import_from_trl(f"{adapter.path}Config")
+    original_trainer = import_from_trl(f"{adapter.path}Trainer")
+    options = "`use_chunked_loss`, `use_fused_layers`, `logits_budget` and `activation_budget`"
+    config_attributes = {"__module__": __package__, "__doc__": f"TRL's `{name}Config` with {options}."}
+    trainer_attributes = {
+        "__module__": __package__,
+        "__doc__": (
+            f"TRL's `{name}Trainer`; with `use_chunked_loss=True` the same loss without the full logits, "
+            "with `use_fused_layers=True` the same model with fused layers."
+        ),
+        "adapter": adapter,
+    }
+    config = type(f"{name}Config", (ChunkedLossConfigMixin, original_config), config_attributes)
+    trainer = type(f"{name}Trainer", (ChunkedLossTrainerMixin, original_trainer), trainer_attributes)
+    return dataclass(config), trainer

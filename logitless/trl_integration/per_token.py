@@ -2,8 +2,8 @@
 RLOO, GMPO and AsyncGRPO.
 
 TRL's own code, or a user's, computes their losses from log-probabilities, which have the shape, dtype and
-gradient of TRL's. A trainable head is projected twice (4 products), a frozen head once (2), with one vector
-per token kept for the backward pass.
+gradient of TRL's. With a trainable head the tokens are projected twice (4 products), with a frozen head once
+(2), and one vector per token is kept for the backward pass.
 
 SFT is computed by `CrossEntropyLoss` wherever TRL's own `compute_loss` runs: one projection (3 products, 2
 with a frozen head) where TRL makes two (4 and 3). TRL's `compute_loss` only sums per-token values, so while
@@ -26,80 +26,82 @@ from logitless.engine.head_view import HeadView
 from logitless.errors import value_error
 from logitless.losses.logprobs import TokenStatistics
 
-from .adapter import Adapter, Attach, ChunkedLoss, Seam, base_of, is_of_trl, swapped
-from .forwards import forwards_of, fused_options
-from .head import Score, scored
-from .versions import newest_minor
+from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, base_of, is_from_trl, swap_attributes
+from .forwards import forwards_of, fused_head_options
+from .head import ComputeFields, attach_fused_head
+from .versions import require_newest_minor
 
-# --- numbers per token
+# --- per-token statistics
 
 
-def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
-    """Log-probabilities and the requested fields, under TRL's names, differentiable as TRL's are."""
-    args = chunked.trainer.args
-    fp32 = getattr(args, "cast_lm_head_to_fp32", False)
-    rounds = follows_server(chunked.trainer)
-    statistics = functools.partial(
+def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
+    """Make the function that computes log-probabilities, the label mask and the fields `names` of TRL's fused
+    output, differentiable as TRL's are."""
+    trainer = chunked.trainer
+    uses_fp32_head = getattr(trainer.args, "cast_lm_head_to_fp32", False)
+    rounds_to_bf16 = needs_server_rounding(trainer)
+    make_with_budget = functools.partial(
         TokenStatistics,
-        also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
-        temperature=getattr(args, "temperature", 1.0),
-        logits_budget=chunked.budget,
+        also=tuple("sum_logits" if name == "mean_logits" else name for name in names if name != "entropy"),
+        temperature=getattr(trainer.args, "temperature", 1.0),
+        logits_budget=chunked.logits_budget,
     )
 
-    def made(entropy: bool | str, dtype: torch.dtype) -> TokenStatistics:
-        if fp32:
-            return statistics(entropy=entropy, logits_dtype=torch.float32)
-        # bf16 products alone are rounded to bf16: a server of another dtype has no such grid.
-        rounded = rounds and dtype == torch.bfloat16
-        return statistics(entropy=entropy, logits_dtype=torch.bfloat16 if rounded else None)
+    @functools.cache
+    def make_statistics(entropy: bool | str, dtype: torch.dtype) -> TokenStatistics:
+        if uses_fp32_head:
+            return make_with_budget(entropy=entropy, logits_dtype=torch.float32)
+        # Only products in bf16 are rounded to bf16: a server of another dtype does not round to it.
+        needs_rounding = rounds_to_bf16 and dtype == torch.bfloat16
+        return make_with_budget(entropy=entropy, logits_dtype=torch.bfloat16 if needs_rounding else None)
 
-    made = functools.cache(made)
-
-    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
-        if fp32:
-            # The head's own precision, whatever autocast would make of it.
+    def compute_fields(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        device_type = hidden.device.type
+        if uses_fp32_head:
+            # The head's precision, also under autocast
             hidden = hidden.to(head.dtype)
-        autocast = torch.is_autocast_enabled(hidden.device.type) and not fp32
-        entropy = "entropy" in asked and entropy_mode(chunked.trainer, hidden, head)
-        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else head.dtype
+        uses_autocast = torch.is_autocast_enabled(device_type) and not uses_fp32_head
+        dtype = torch.get_autocast_dtype(device_type) if uses_autocast else head.dtype
+        entropy_mode = choose_entropy_mode(trainer, hidden, head) if "entropy" in names else False
         compute = functools.partial(
-            _with_autocast, autocast, hidden.device.type, head=head, labels=labels, shift=shift
+            _compute_with_autocast, uses_autocast, device_type, head=head, labels=labels, shift=shift
         )
-        with chunked.saving():
-            statistics, plan = compute(made("metric" if entropy == "recomputed" else entropy, dtype), hidden)
-            if entropy == "recomputed":
-                again = functools.partial(compute, made(True, dtype))
-                statistics["entropy"] = RecomputedEntropy.apply(statistics["entropy"], hidden, again)
-        chunked.note(plan)
+        with chunked.without_offloading():
+            is_recomputed = entropy_mode == "recomputed"
+            loss = make_statistics("metric" if is_recomputed else entropy_mode, dtype)
+            statistics, plan = compute(loss, hidden)
+            if is_recomputed:
+                recompute = functools.partial(compute, make_statistics(True, dtype))
+                statistics["entropy"] = RecomputedEntropy.apply(statistics["entropy"], hidden, recompute)
+        chunked.record_plan(plan)
         mask = labels != -100
         if shift:
-            # TRL's fields have an entry for each label but the first of a row.
+            # TRL's fields have an entry for each label except the first of a row.
             statistics = {name: x[:, :-1] for name, x in statistics.items()}
             mask = mask[:, 1:]
-        if "mean_logits" in asked:
+        if "mean_logits" in names:
             statistics["mean_logits"] = statistics["sum_logits"] / head.shape[0]
-        if "is_top1" in asked:
+        if "is_top1" in names:
             statistics["is_top1"] = statistics["is_top1"].bool()
-        return {"log_probs": statistics["logps"], "label_mask": mask} | {
-            name: statistics[name] for name in asked
-        }
+        fields = {"log_probs": statistics["logps"], "label_mask": mask}
+        return fields | {name: statistics[name] for name in names}
 
-    return score
+    return compute_fields
 
 
-def follows_server(trainer: Any) -> bool:
-    """Whether logits are rounded as vLLM rounds those that the loss is compared with."""
+def needs_server_rounding(trainer: Any) -> bool:
+    """Whether logits are rounded as vLLM rounds those of the rollouts' log-probabilities."""
     return uses_server(trainer.args) and not getattr(trainer.args, "cast_lm_head_to_fp32", False)
 
 
 def uses_server(args: Any) -> bool:
-    """Whether the rollouts are those of vLLM; AsyncGRPO, which has no `use_vllm`, always takes them there."""
+    """Whether vLLM generates the rollouts; always in AsyncGRPO, which has no `use_vllm`."""
     return bool(getattr(args, "use_vllm", hasattr(args, "vllm_server_base_url")))
 
 
-def server_rounding(trainer: Any) -> str | None:
-    """The line that is logged once about logits and a vLLM server; None without a server."""
-    if follows_server(trainer):
+def describe_server_rounding(trainer: Any) -> str | None:
+    """The log line about the rounding of logits with a vLLM server; None without a server."""
+    if needs_server_rounding(trainer):
         return (
             "logits of bf16 heads are rounded to bf16, as vLLM rounds them by default; fp32 on both sides is "
             "more accurate: cast_lm_head_to_fp32=True here, and a server with --hf-overrides "
@@ -113,71 +115,77 @@ def server_rounding(trainer: Any) -> str | None:
     return None
 
 
-def truncated_sampling(trainer: Any) -> str | None:
-    """The line that is logged once about a sampler that truncates; None for one that does not."""
+def describe_truncated_sampling(trainer: Any) -> str | None:
+    """The warning about vLLM sampling with top_p, top_k or min_p; None without truncation or vLLM."""
     args = trainer.args
-    cuts = {
+    is_truncated = {
         "top_p": (getattr(args, "top_p", None) or 1.0) < 1,
         "top_k": (getattr(args, "top_k", None) or 0) > 0,
         "min_p": (getattr(args, "min_p", None) or 0.0) > 0,
     }
-    names = [f"{name}={getattr(args, name)}" for name, cut in cuts.items() if cut]
-    if not uses_server(args) or not names:
+    options = [f"{name}={getattr(args, name)}" for name, truncates in is_truncated.items() if truncates]
+    if not uses_server(args) or not options:
         return None
     return (
-        f"{', '.join(names)}: vLLM's log-probabilities are over the ids that it kept, TRL's over the whole "
-        "vocabulary, so ratios are biased (TRL #6789); sample without truncation, or replay it in an own "
-        "loop (sampling_mask)"
+        f"{', '.join(options)}: vLLM's log-probabilities are over the ids that it kept, TRL's over the whole "
+        "vocabulary, so ratios are biased (TRL #6789); sample without truncation, or pass `sampling_mask` to "
+        "the loss in a custom training loop"
     )
 
 
-def _with_autocast(
+def _compute_with_autocast(
     enabled: bool,
-    device: str,
-    statistics: TokenStatistics,
+    device_type: str,
+    loss: TokenStatistics,
     hidden: Tensor,
     *,
     head: HeadView,
     labels: Tensor,
     shift: bool,
 ) -> tuple[dict[str, Tensor], Any]:
-    with torch.autocast(device, enabled=enabled):
-        return statistics.statistics(hidden, head, labels, shift=shift)
+    with torch.autocast(device_type, enabled=enabled):
+        return loss.statistics(hidden, head, labels, shift=shift)
 
 
-def entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:
-    """How a head computes the entropy: True, differentiable; "metric", without gradient; or "recomputed",
-    differentiable at the price of another projection, in the backward pass, where its gradient arrives.
+def choose_entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:
+    """How the entropy is computed: True: differentiable; "metric": without gradient; "recomputed":
+    differentiable, with another projection in a backward pass that has a gradient of the entropy.
 
-    TRL's entropy is differentiable wherever it is returned, and hardly ever differentiated. With a head that
-    trains the backward pass projects the tokens again anyway, so a gradient that does not arrive costs
-    nothing. With a frozen head it would cost the vectors that are kept for the log-probabilities.
+    TRL's entropy is differentiable wherever it is returned, but rarely differentiated. With a trainable head,
+    the backward pass projects the tokens again in any case, so a differentiable entropy costs nothing. With a
+    frozen head, the vectors that are kept for the log-probabilities could not be kept.
     """
-    if not (torch.is_grad_enabled() and (hidden.requires_grad or _trains(head))):
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or _requires_grad(head))):
         return "metric"
-    wanted = getattr(trainer, "_entropy_bonus_enabled", False)
+    has_entropy_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+    if has_entropy_bonus:
+        return has_entropy_bonus
     if torch.compiler.is_compiling():
-        # A compiled backward pass computes every gradient that it can, and cannot leave one out where none
-        # arrives.
-        losses = (getattr(type(trainer), name, None) for name in ("compute_loss", "_compute_loss"))
-        return wanted or not all(is_of_trl(loss) for loss in losses if loss is not None) or "metric"
-    return wanted or _trains(head) or "recomputed"
+        # A compiled backward pass computes the entropy's gradient also where no gradient arrives. TRL's own
+        # losses do not differentiate the entropy without a bonus.
+        losses = [getattr(type(trainer), name, None) for name in ("compute_loss", "_compute_loss")]
+        is_trl_loss = all(is_from_trl(loss) for loss in losses if loss is not None)
+        return "metric" if is_trl_loss else True
+    return True if _requires_grad(head) else "recomputed"
 
 
-def _trains(head: HeadView) -> bool:
+def _requires_grad(head: HeadView) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((head.weight, head.bias)))
 
 
 class RecomputedEntropy(torch.autograd.Function):
-    """Identity on the entropy (...) of a frozen head, whose backward pass projects the tokens again."""
+    """Identity on the entropy (...) of a frozen head; the backward pass projects the tokens again.
+
+    `recompute(hidden)` returns differentiable statistics and their plan.
+    """
 
     @staticmethod
     def forward(
-        ctx, entropy: Tensor, hidden: Tensor, again: Callable[[Tensor], tuple[dict[str, Tensor], Any]]
+        ctx, entropy: Tensor, hidden: Tensor, recompute: Callable[[Tensor], tuple[dict[str, Tensor], Any]]
     ):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden)
-        ctx.again = again
+        ctx.recompute = recompute
         return entropy.view_as(entropy)
 
     @staticmethod
@@ -186,50 +194,76 @@ class RecomputedEntropy(torch.autograd.Function):
             return None, None, None
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            statistics, _ = ctx.again(hidden)
-        return None, torch.autograd.grad(statistics["entropy"], hidden, upstream)[0], None
+            statistics, _ = ctx.recompute(hidden)
+        (d_hidden,) = torch.autograd.grad(statistics["entropy"], hidden, upstream)
+        return None, d_hidden, None
 
 
-def fused_heads(*asked: str) -> dict[str, Attach]:
-    """Replacements of the heads that TRL's constructor has put on the policy and on the reference."""
+def fused_head_attachments(*names: str) -> dict[str, MakeAttach]:
+    """Attachments of fused heads to the policy, with the fields `names`, and to the reference."""
 
-    def policy(chunked: ChunkedLoss) -> Score:
-        weighted = getattr(chunked.trainer, "use_weighting", False)
-        return per_token_score(chunked, *asked, *(("log_sum_sq_probs",) if weighted else ()))
+    def make_policy_fields(chunked: ChunkedLoss) -> ComputeFields:
+        if getattr(chunked.trainer, "use_weighting", False):
+            return make_per_token_fields(chunked, *names, "log_sum_sq_probs")
+        return make_per_token_fields(chunked, *names)
 
-    return {"model": scored(policy), "ref_model": scored(per_token_score)}
+    return {
+        "model": attach_fused_head(make_policy_fields),
+        "ref_model": attach_fused_head(make_per_token_fields),
+    }
 
 
-def same_head(trainer: Any) -> None:
-    """TRL's head has the options of the trainer's constructor; a second trainer may have put its own on
-    top."""
+def check_fused_head_options(trainer: Any) -> None:
+    """Raise ValueError if the model's fused head has other options than the trainer.
+
+    TRL's constructor sets the head with the options of the trainer; a second trainer of the same model may
+    have set another head since.
+    """
     if hasattr(trainer, "chunked_loss"):
-        return  # ours has the options that were compared before
-    fused = forwards_of(base_of(trainer, trainer.model)).fused
-    if fused is None:
+        return  # the options were compared when the chunked loss was switched on
+    fused_head = forwards_of(base_of(trainer, trainer.model)).fused_head
+    if fused_head is None:
         return
-    options = fused_options(fused)
+    head_options = fused_head_options(fused_head)
     for name, default in (("temperature", 1.0), ("cast_lm_head_to_fp32", False)):
-        expected = options[name]
-        found = getattr(trainer.args, name, default)
-        if expected != found:
+        head_option = head_options[name]
+        option = getattr(trainer.args, name, default)
+        if option != head_option:
+            expected = f"{head_option!r}, which the fused head of its model has"
             remedy = "another trainer or option has come since its constructor: construct it again"
-            raise value_error(
-                name, f"{expected!r}, which the fused head of its model has", repr(found), remedy
-            )
+            raise value_error(name, expected, repr(option), remedy)
 
 
-PER_TOKEN = {"checks": (same_head,), "during": ("compute_loss", "compute_ref_log_probs")}
-ONLINE = {"checks": (same_head,), "notes": (server_rounding,), "warnings": (truncated_sampling,)}
-DPO = Adapter("trl:DPO", heads=fused_heads("entropy", "mean_logits", "is_top1"), **PER_TOKEN)
-KTO = Adapter("trl:KTO", heads=fused_heads("entropy", "mean_logits"), **PER_TOKEN)
-GRPO = Adapter("trl:GRPO", heads=fused_heads("entropy"), **ONLINE)
-RLOO = Adapter("trl:RLOO", heads=fused_heads("entropy"), **ONLINE)
-GMPO = Adapter("trl.experimental.gmpo:GMPO", heads=fused_heads("entropy"), **ONLINE)
+OFFLINE = {
+    "checks": (check_fused_head_options,),
+    "active_during": ("compute_loss", "compute_ref_log_probs"),
+}
+ONLINE = {"notes": (describe_server_rounding,), "warnings": (describe_truncated_sampling,)}
+DPO = Adapter("trl:DPO", attachments=fused_head_attachments("entropy", "mean_logits", "is_top1"), **OFFLINE)
+KTO = Adapter("trl:KTO", attachments=fused_head_attachments("entropy", "mean_logits"), **OFFLINE)
+GRPO = Adapter(
+    "trl:GRPO",
+    checks=(check_fused_head_options,),
+    attachments=fused_head_attachments("entropy"),
+    **ONLINE,
+)
+RLOO = Adapter(
+    "trl:RLOO",
+    checks=(check_fused_head_options,),
+    attachments=fused_head_attachments("entropy"),
+    **ONLINE,
+)
+GMPO = Adapter(
+    "trl.experimental.gmpo:GMPO",
+    checks=(check_fused_head_options,),
+    attachments=fused_head_attachments("entropy"),
+    **ONLINE,
+)
 AsyncGRPO = Adapter(
     "trl.experimental.async_grpo:AsyncGRPO",
-    heads=fused_heads("entropy"),
-    **ONLINE | {"checks": (newest_minor, same_head)},
+    checks=(require_newest_minor, check_fused_head_options),
+    attachments=fused_head_attachments("entropy"),
+    **ONLINE,
 )
 
 
@@ -237,79 +271,86 @@ AsyncGRPO = Adapter(
 
 
 class SumOptions(NamedTuple):
-    """The options with which TRL's `compute_loss` would reduce per-token values in this step."""
+    """The options with which TRL's `compute_loss` reduces per-token values in this step."""
 
     dft: bool
     label_smoothing: float
 
 
-def sft_score(chunked: ChunkedLoss) -> Score:
-    per_token = per_token_score(chunked, "entropy", "is_top1")
+def make_sft_fields(chunked: ChunkedLoss) -> ComputeFields:
+    """Make the function that computes the fields of SFT: sums while TRL's own `compute_loss` runs, per-token
+    values in other calls."""
+    compute_per_token = make_per_token_fields(chunked, "entropy", "is_top1")
 
-    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
-        if chunked.sums is None:
-            return per_token(hidden, head, labels, shift)
-        loss = _summed_loss(chunked.sums, chunked.budget)
-        output = chunked.solved(loss, hidden, head, labels, shift=shift)
-        count = output.metrics["num_tokens"]
-        sums = {"entropy": output.metrics["entropy"], "is_top1": output.metrics["token_accuracy"]}
-        return {"log_probs": -output.loss, "label_mask": count} | {
-            name: x * count for name, x in sums.items()
+    def compute_fields(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        if chunked.sum_options is None:
+            return compute_per_token(hidden, head, labels, shift)
+        loss = _make_sum_loss(chunked.sum_options, chunked.logits_budget)
+        output = chunked.compute(loss, hidden, head, labels, shift=shift)
+        num_tokens = output.metrics["num_tokens"]
+        return {
+            "log_probs": -output.loss,
+            "label_mask": num_tokens,
+            "entropy": output.metrics["entropy"] * num_tokens,
+            "is_top1": output.metrics["token_accuracy"] * num_tokens,
         }
 
-    return score
+    return compute_fields
 
 
 @functools.lru_cache(maxsize=16)
-def _summed_loss(options: SumOptions, budget: int | None) -> CrossEntropyLoss:
-    return CrossEntropyLoss(**options._asdict(), reduction="sum", logits_budget=budget)
+def _make_sum_loss(options: SumOptions, logits_budget: int | None) -> CrossEntropyLoss:
+    return CrossEntropyLoss(**options._asdict(), reduction="sum", logits_budget=logits_budget)
 
 
-def summed_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
-    """Run TRL's own `compute_loss` with a head that returns sums."""
+def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
+    """Run TRL's own `compute_loss` with a fused head that returns sums."""
     trainer = chunked.trainer
-    if given.self is not trainer:
-        return stock()
-    smoothing_is_defined(trainer)
-    sums = SumOptions(trainer.args.loss_type == "dft", smoothing_of(trainer))
-    # DFT's weights and the smoothing are in the sum already; all that TRL has left to do is the plain loss's
-    # part.
-    plain = swapped(trainer.args, loss_type="nll"), swapped(trainer, label_smoother=None)
-    with plain[0], plain[1], swapped(chunked, sums=sums):
-        return stock()
+    if arguments.self is not trainer:
+        return original()
+    check_label_smoothing(trainer)
+    sum_options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
+    # The sums contain DFT's weights and the label smoothing, so TRL has to compute the plain loss from them.
+    with (
+        swap_attributes(trainer.args, loss_type="nll"),
+        swap_attributes(trainer, label_smoother=None),
+        swap_attributes(chunked, sum_options=sum_options),
+    ):
+        return original()
 
 
-def smoothing_of(trainer: Any) -> float:
+def label_smoothing_of(trainer: Any) -> float:
     """The label smoothing of TRL's `compute_loss` in this step."""
     smoother = trainer.label_smoother
     if smoother is None or trainer.args.loss_type != "nll":
         return 0.0
-    known = type(smoother) is LabelSmoother and smoother.ignore_index == -100
-    if not known:
+    is_supported = type(smoother) is LabelSmoother and smoother.ignore_index == -100
+    if not is_supported:
         expected = "transformers' LabelSmoother with the chunked loss"
         remedy = "it takes full logits: leave the flag out"
         raise value_error("label_smoother", expected, smoother, remedy)
     return smoother.epsilon
 
 
-def smoothing_is_defined(trainer: Any) -> None:
-    dft = trainer.args.loss_type == "dft"
+def check_label_smoothing(trainer: Any) -> None:
+    """Raise ValueError for label smoothing with an option for which TRL does not define a smoothed loss."""
     smoother = trainer.label_smoother
-    remedy = "the DFT loss is not smoothed, so leave it out"
     smoothing = getattr(smoother, "epsilon", smoother)
-    if dft and smoother:
+    if trainer.args.loss_type == "dft" and smoother:
+        remedy = "the DFT loss is not smoothed, so leave it out"
         raise value_error("label_smoothing_factor", "0 with loss_type='dft'", smoothing, remedy)
-    expected = "0 for a model with a router loss"
-    remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
-    router = trainer.aux_loss_enabled and smoother is not None
-    if router:
+    if trainer.aux_loss_enabled and smoother is not None:
+        expected = "0 for a model with a router loss"
+        remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
         raise value_error("label_smoothing_factor", expected, smoothing, remedy)
 
 
 SFT = Adapter(
     "trl:SFT",
-    checks=(same_head, smoothing_is_defined),
-    heads={"model": scored(sft_score)},
-    # Where TRL defines it: its scripts run with `trl.SFTTrainer` swapped for ours.
-    patches={"trl.trainer.sft_trainer:SFTTrainer.compute_loss": Seam(summed_loss, replaces=False)},
+    checks=(check_fused_head_options, check_label_smoothing),
+    attachments={"model": attach_fused_head(make_sft_fields)},
+    # In the module that defines it: while TRL's scripts run, `trl.SFTTrainer` is the class of this package.
+    replacements={
+        "trl.trainer.sft_trainer:SFTTrainer.compute_loss": Replacement(compute_sft_loss, calls_original=True)
+    },
 )

@@ -7,75 +7,72 @@ from typing import Any
 from logitless.errors import message
 
 SUPPORTED = {"transformers": ">=5.17,<6", "trl": ">=1.15,<1.17"}
-# For trainers that newest_minor checks.
-NEWEST = ">=1.16,<1.17"
-MISSING = "no installation"
+# For the trainers that call `require_newest_minor`
+NEWEST_TRL = ">=1.16,<1.17"
+NOT_INSTALLED = "no installation"
 
 
 def require_supported() -> None:
-    """Raises `ImportError` unless every package of `SUPPORTED` is installed in a supported version.
+    """Raise `ImportError` unless every package of `SUPPORTED` is installed in a supported version.
 
-    The integration replaces names inside TRL's trainers, so an unsupported version could silently train with
-    another loss.
+    The integration replaces functions inside TRL's trainers, so an unsupported version could silently train
+    with another loss.
     """
-    for package, wanted in SUPPORTED.items():
-        found = installed(package)
-        if not _fits(found, wanted):
-            raise ImportError(message(package, wanted, found, f"pip install '{package}{wanted}'"))
+    for package, specifier in SUPPORTED.items():
+        installed = installed_version(package)
+        if not _matches(installed, specifier):
+            raise ImportError(message(package, specifier, installed, f"pip install '{package}{specifier}'"))
 
 
-def newest_minor(trainer: Any) -> None:
-    """Raises `ImportError` for a trainer that was tested with the newer of the two minors of TRL alone."""
-    found = installed("trl")
-    if not _fits(found, NEWEST):
-        expected = f"trl {NEWEST}"
-        got = f"trl {found}"
-        remedy = f"pip install 'trl{NEWEST}'"
+def require_newest_minor(trainer: Any) -> None:
+    """Raise `ImportError` unless TRL is of the newest minor version; for trainers tested with that alone."""
+    installed = installed_version("trl")
+    if not _matches(installed, NEWEST_TRL):
+        expected = f"trl {NEWEST_TRL}"
+        got = f"trl {installed}"
+        remedy = f"pip install 'trl{NEWEST_TRL}'"
         raise ImportError(message(type(trainer).__name__, expected, got, remedy))
 
 
-def _fits(version: str, wanted: str) -> bool:
-    """Whether an installed version is among those of a specifier."""
-    if version == MISSING:
+def _matches(installed: str, specifier: str) -> bool:
+    if installed == NOT_INSTALLED:
         return False
-    # comes with transformers, so it is imported once that is known to be here
+    # comes with transformers, so it is imported only if that is installed
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(wanted).contains(version, prereleases=True)
+    return SpecifierSet(specifier).contains(installed, prereleases=True)
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
+    """The version of a package, or `NOT_INSTALLED`."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return MISSING
+        return NOT_INSTALLED
 
 
-def found_in_trl(place: str) -> Any:
-    """What TRL has at `place`, "module:name" or "module:Class.name"; ImportError if this version has nothing
-    of that name there."""
-    owner, name = owner_in_trl(place)
+def import_from_trl(path: str) -> Any:
+    """Import "module:name" or "module:Class.name" from TRL; ImportError if this version does not have it."""
+    owner, name = import_owner(path)
     return getattr(owner, name)
 
 
-def owner_in_trl(place: str) -> tuple[Any, str]:
-    """(the module or class, the name in it) of a place; ImportError as `found_in_trl`."""
-    module, path = place.split(":")
-    *classes, name = path.split(".")
+def import_owner(path: str) -> tuple[Any, str]:
+    """Import `path` as `import_from_trl` does; returns (module or class, attribute name)."""
+    module, qualified_name = path.split(":")
+    *classes, name = qualified_name.split(".")
     try:
         owner = import_module(module)
         for cls in classes:
             owner = getattr(owner, cls)
         getattr(owner, name)
     except (ModuleNotFoundError, AttributeError):
-        raise moved(place) from None
+        raise missing_name_error(path) from None
     return owner, name
 
 
-def moved(place: str) -> ImportError:
-    """The error for a name of TRL that is not in its expected place."""
-    wanted = SUPPORTED["trl"]
-    found = installed("trl")
-    return ImportError(
-        f"{place}: expected in trl {wanted}, got trl {found} without it; pip install 'trl{wanted}'."
-    )
+def missing_name_error(path: str) -> ImportError:
+    """The error for a path that the installed TRL does not have."""
+    specifier = SUPPORTED["trl"]
+    got = f"trl {installed_version('trl')} without it"
+    return ImportError(message(path, f"in trl {specifier}", got, f"pip install 'trl{specifier}'"))

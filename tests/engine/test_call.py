@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, LogitsLoss, Term, TokenLoss
+from logitless import CrossEntropyLoss, DPOLoss, LogitsLoss, Term, TokenLoss
 from tests.engine.calls import call, given
 from tests.support import DEVICE
 
@@ -86,13 +86,6 @@ def test_flattened_to_one_row_per_token(shape, trailing, shift):
     assert list(found.inputs) == list(EveryRole.roles)
 
 
-def test_shift_ends_in_the_losss_own_ignore_index():
-    hidden, weight, targets = head(2, 3)
-    found = given(CrossEntropyLoss(ignore_index=7), hidden, weight, targets, shift=True)
-    assert found.targets.view(2, 3)[:, -1].tolist() == [7, 7]
-    assert given(CrossEntropyLoss(), *head(2, 0), shift=True).targets.shape == (0,)
-
-
 BOUNDS = {"two": [0, 4, 7], "empty ones": [0, 0, 3, 3, 7, 7], "single tokens": list(range(8)), "one": [0, 7]}
 BOUNDS |= {"no tokens": [0, 0, 0]}
 
@@ -112,35 +105,6 @@ def test_shift_stays_in_packed_sequences(bounds):
             assert torch.equal(found.inputs["weights"][i], given_inputs["weights"][i + 1])
     assert torch.equal(found.inputs["best"], given_inputs["best"])
     assert torch.equal(found.inputs["teacher_hidden"], given_inputs["teacher_hidden"])
-
-
-@pytest.mark.parametrize("form", ["padded", "packed"])
-def test_a_shifted_call_equals_one_on_shifted_tensors(form):
-    """End to end, with a token input: the loss of labels shifted by hand."""
-    hidden, weight, targets = head(3, 4)
-    weights = counted(3, 4)
-    options = {"cu_seqlens": torch.tensor([0, 4, 8, 12])} if form == "packed" else {}
-    shape = (12,) if form == "packed" else (3, 4)
-    ours = CrossEntropyLoss()(
-        hidden.view(*shape, H),
-        weight,
-        targets.view(shape),
-        token_weights=weights.view(shape),
-        shift=True,
-        **options,
-    )
-    theirs = CrossEntropyLoss()(hidden[:, :-1], weight, targets[:, 1:], token_weights=weights[:, 1:])
-    torch.testing.assert_close(ours.loss, theirs.loss)
-
-
-def test_top_k_of_a_teacher_stays_with_its_position(uncompiled):
-    """They are the teacher's prediction at the position, as its hidden states are."""
-    hidden, weight, targets = head(2, 5)
-    best, loss = torch.randn(2, 5, V).log_softmax(-1).topk(3), DistillationLoss(hard_loss_weight=0.3)
-    ours = loss(hidden, weight, targets, teacher_logprobs_topk=tuple(best), shift=True)
-    sliced = tuple(x[:, :-1] for x in best)
-    theirs = loss(hidden[:, :-1], weight, targets[:, 1:], teacher_logprobs_topk=sliced)
-    torch.testing.assert_close(ours.loss, theirs.loss)
 
 
 # -- sequences and normalizers
@@ -165,53 +129,22 @@ def test_sequence_count():
         given(OfSequences(), hidden.view(12, H), weight, targets.view(12), offsets=counted(3))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"weights": counted(3)},
-            r"^weights: expected a shape that starts with targets' \(2, 3\), got \(3,\); ",
-        ),
-        (
-            {"best": counted(2, 4, 3)},
-            r"^best: expected a shape that starts with targets' \(2, 3\), got \(2, 4, 3\); ",
-        ),
-        (
-            {"table": counted(V + 1)},
-            rf"^table: expected shape \({V},\), one per token id, got \({V + 1},\); ",
-        ),
-        (
-            {"teacher_hidden": counted(3, 6)},
-            r"^teacher_hidden: expected a shape that starts with targets' \(2, 3\)",
-        ),
-    ],
-    ids=["weights", "best", "table", "teacher_hidden"],
-)
-def test_inputs_that_do_not_fit_their_role(changes, message):
-    hidden, weight, targets = head(2, 3)
-    with pytest.raises(ValueError, match=message):
-        given(
-            EveryRole(),
-            hidden,
-            weight,
-            targets,
-            **inputs(2, 3) | {k: v.to(DEVICE) for k, v in changes.items()},
-        )
+STARTS_ALIKE = r"expected a shape that starts with targets' \(2, 3\), got"
+MISFITS = {
+    "weights": (counted(3), rf"{STARTS_ALIKE} \(3,\); "),
+    "best": (counted(2, 4, 3), rf"{STARTS_ALIKE} \(2, 4, 3\); "),
+    "table": (counted(V + 1), rf"expected shape \({V},\), one per token id, got \({V + 1},\); "),
+    "teacher_hidden": (counted(3, 6), STARTS_ALIKE),
+    "offsets": (counted(1), r"expected shape \(2,\), one entry per sequence, got \(1,\); "),
+}
 
 
-def test_an_input_that_is_no_tensor():
-    hidden, weight, targets = head(2, 3)
-    with pytest.raises(TypeError, match=r"^weights: expected a tensor, got list; "):
-        given(EveryRole(), hidden, weight, targets, **inputs(2, 3) | {"weights": [[1.0] * 3] * 2})
-
-
-@pytest.mark.parametrize("offsets", [counted(3), counted(1), counted(4, 2).T])
-def test_a_sequence_input_that_does_not_fit(offsets):
-    hidden, weight, targets = head(4, 3)
-    with pytest.raises(
-        ValueError, match=r"^offsets: expected shape \(4,\), one entry per sequence, got \(.*\); "
-    ):
-        given(OfSequences(), hidden, weight, targets, offsets=offsets.to(DEVICE))
+@pytest.mark.parametrize("name", MISFITS)
+def test_inputs_that_do_not_fit_their_role(name):
+    value, message = MISFITS[name]
+    loss, right = (OfSequences(), {}) if name == "offsets" else (EveryRole(), inputs(2, 3))
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        given(loss, *head(2, 3), **right | {name: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -84,18 +84,18 @@ def test_there_and_back(make):
     signature, tensors, sequences = pack([before])
     (after,) = unpack(signature, tensors, sequences)
     for field in fields(HeadCall):
-        if field.name in ("needs", "slots") or not field.init:
+        if field.name in ("needs", "indices") or not field.init:
             assert getattr(before, field.name, None) is None  # `unpack` sets them
             continue
         assert_same(getattr(after, field.name), getattr(before, field.name), field.name)
     trained = [x for x in (before.hidden, before.weight, before.bias) if x is not None]
     assert len(signature.needs) == len(trained)
-    for slot, x in zip(
-        (after.slots.hidden, after.slots.weight, after.slots.bias),
+    for index, x in zip(
+        (after.indices.hidden, after.indices.weight, after.indices.bias),
         (before.hidden, before.weight, before.bias),
     ):
-        assert (slot is None) == (x is None)
-        assert x is None or tensors[slot] is x
+        assert (index is None) == (x is None)
+        assert x is None or tensors[index] is x
     assert after.needs == (True, True, before.bias is not None, False)
     # Equal calls have equal signatures, which key compiled functions.
     again = make()
@@ -134,10 +134,10 @@ def test_what_several_heads_share_is_packed_once():
     calls = unpack(signature, tensors, sequences)
     assert len(calls) == 3
     base, first, second = calls
-    assert base.slots.hidden == first.slots.hidden == second.slots.hidden
-    assert base.slots.weight == first.slots.weight != second.slots.weight
-    assert base.slots.bias == first.slots.bias == second.slots.bias
-    assert not set(first.slots.layers) & set(second.slots.layers)
+    assert base.indices.hidden == first.indices.hidden == second.indices.hidden
+    assert base.indices.weight == first.indices.weight != second.indices.weight
+    assert base.indices.bias == first.indices.bias == second.indices.bias
+    assert not set(first.indices.layers) & set(second.indices.layers)
     assert [made.coefficient for made in calls] == [1.0, 0.5, 1.5]
     for made, before in zip(calls, given_heads, strict=True):
         for name in ("hidden", "weight", "bias", "targets"):
@@ -160,7 +160,7 @@ def test_layers_that_are_frozen():
     assert second.layers.trained == () and not second.needs.layers
 
 
-def tied(dtype: torch.dtype) -> list[HeadCall]:
+def hidden_is_weight(dtype: torch.dtype) -> list[HeadCall]:
     x = torch.randn(V, H, dtype=dtype, requires_grad=True)
     return [given(CrossEntropyLoss(), x, x, torch.randint(0, V, (V,)))]
 
@@ -168,9 +168,9 @@ def tied(dtype: torch.dtype) -> list[HeadCall]:
 SUMMED = {
     **{name: lambda make=make: [make()] for name, make in CALLS.items()},
     "heads with layers": lambda: heads(Blocks()),
-    "tied": lambda: tied(torch.float32),
-    "tied, bf16": lambda: tied(torch.bfloat16),
-    "tied, fp16": lambda: tied(torch.float16),
+    "hidden is weight": lambda: hidden_is_weight(torch.float32),
+    "hidden is weight, bf16": lambda: hidden_is_weight(torch.bfloat16),
+    "hidden is weight, fp16": lambda: hidden_is_weight(torch.float16),
 }
 
 
@@ -180,7 +180,7 @@ def test_the_sums_of_gradients_are_what_graphs_are_told(make):
     calls = unpack(*pack(make()))
     with torch.no_grad():  # as in the Function
         sums = solve(calls, fixed_dtypes=True).gradients.sums
-    assert {slot: (x.shape, x.dtype) for slot, x in sums.items()} == finished_sums(calls)
+    assert {index: (x.shape, x.dtype) for index, x in sums.items()} == finished_sums(calls)
 
 
 def test_gradient_of_a_tensor_in_two_places():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DPOLoss
+from logitless import CrossEntropyLoss
 from logitless.engine.choose import resolve_rows
 from logitless.engine.reduction import power_of_two, unit_factors
 from tests.engine.calls import call
@@ -34,15 +34,6 @@ def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="me
     return resolve_rows(made)
 
 
-def of_pairs(**options):
-    torch.manual_seed(0)
-    targets = torch.randint(0, 11, (4, 3))
-    targets[0, 0] = targets[3, 1] = -100
-    inputs = {"ref_logps": torch.zeros(4, 3)} | options
-    made = call(DPOLoss(), torch.randn(4, 3, 4).requires_grad_(), torch.randn(11, 4), targets, **inputs)
-    return resolve_rows(made)
-
-
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
 def test_a_mean(compact):
     made, rows = of_cross_entropy(compact=compact)
@@ -60,42 +51,6 @@ def test_a_sum():
     factors, deferred = unit_factors(made, rows, None)
     assert all(float(x) * float(deferred) == 1 for x in factors.loss.values())
     assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3)  # metrics are means all the same
-
-
-@pytest.mark.parametrize("items", [0.1, 7.0, 123_456_789.0])
-@pytest.mark.parametrize("kind", [float, lambda x: torch.tensor(x, dtype=torch.float64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_num_items(dtype, kind, items):
-    made, rows = of_cross_entropy(dtype=dtype, num_items=kind(items))
-    factors, deferred = unit_factors(made, rows, None)
-    product = float(factors.loss["tokens"]) * float(deferred)
-    assert product == pytest.approx(1 / items, rel=1e-15 if dtype == torch.float64 else 1e-6)
-    assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
-def test_nothing_supervised_divides_by_one(compact):
-    made, rows = of_cross_entropy(ignored=5, compact=compact)
-    factors, deferred = unit_factors(made, rows, None)
-    assert {float(x) * float(deferred) for x in factors.loss.values()} == {1.0}
-    assert {float(x) for x in factors.metrics.values()} == {1.0}
-
-
-def test_units_of_pairs():
-    made, rows = of_pairs()
-    factors, deferred = unit_factors(made, rows, None)
-    whole = {unit: float(x) * float(deferred) for unit, x in factors.loss.items()}
-    assert whole == pytest.approx(
-        {None: 1, "tokens": 1 / 10, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1 / 5}
-    )
-    assert 0.5 <= float(factors.loss[made.loss.unit]) < 1
-
-
-def test_num_items_are_of_the_losss_own_unit():
-    made, rows = of_pairs(num_items=5)
-    factors, deferred = unit_factors(made, rows, None)
-    whole = {unit: float(x) * float(deferred) for unit, x in factors.loss.items()}
-    assert whole["pairs"] == pytest.approx(1 / 5) and whole["tokens"] == pytest.approx(1 / 10)
 
 
 def test_a_factor_that_is_given_is_kept():

@@ -1,6 +1,5 @@
 """What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
 
-import itertools
 import re
 from collections.abc import Callable
 
@@ -237,12 +236,11 @@ def test_values_of_sequences_where_there_are_as_many_tokens():
         assert out.metrics["rows"].item() == pytest.approx((1 + logps[targets[:, 0] != -100]).mean().item())
 
 
-@pytest.mark.parametrize("length", [4, 2])
-def test_a_loss_of_tokens_has_no_values_per_sequence(length):
+def test_a_loss_of_tokens_has_no_values_per_sequence():
     """Its slices are of rows, wherever their sequences end."""
-    loss = own(lambda x, batch: ({"own": Term(x[:length])}, {}))()
+    loss = own(lambda x, batch: ({"own": Term(x[:4])}, {}))()
     with pytest.raises(
-        ValueError, match=r"^terms: expected 'own' of Own as values of shape \(20,\), one per row, got"
+        ValueError, match=r"^terms: expected 'own' of Own as values of shape \(20,\), one per"
     ):
         loss(*head(4, 5))
 
@@ -277,25 +275,6 @@ def test_a_statistic_that_is_not_declared(name, others, reduction):
         loss(*head(6))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(
-    ("by", "name"),
-    [
-        *itertools.product(("observes", "differentiates"), ("entropy", "sum_logits")),
-        *itertools.product(("observes",), ("log_sum_sq_probs", "is_top1")),
-    ],
-)
-def test_a_statistic_that_is_declared(name, by, reduction):
-    def terms(self, stats, batch):
-        return {"own": Term(-stats.logps)}, {"seen": Term(getattr(stats, name))}
-
-    names = (name,) if by == "observes" else ("logps", name)
-    loss = type("Own", (TokenLoss,), {"terms": terms, by: names, "metric_names": ("seen",)})(
-        reduction=reduction
-    )
-    assert loss(*head(6)).metrics["seen"].isfinite()
-
-
 @pytest.mark.parametrize("by", ["attribute", "property"])
 @pytest.mark.parametrize(
     ("field", "names", "message"),
@@ -313,32 +292,6 @@ def test_statistics_that_are_not_there_are_refused_in_the_class(field, names, me
         made = type("Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({}, {}), field: value})
         assert by == "property"  # known where the loss is made
         made()
-
-
-@pytest.mark.parametrize("name", ["logps", "lse", "entropy", "sum_logits"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_statistic_that_may_be_differentiated_is(name, reduction):
-    """Against autograd of full logits."""
-
-    def terms(self, stats, batch):
-        return {"own": Term(getattr(stats, name).square())}, {}
-
-    loss = type("Own", (TokenLoss,), {"terms": terms, "differentiates": (name,)})(reduction=reduction)
-    hidden, weight, targets = head(6)
-    z = hidden @ weight.T
-    log_p = z.log_softmax(-1)
-    truth = {
-        "logps": log_p.gather(1, targets[:, None])[:, 0],
-        "lse": z.logsumexp(-1),
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "sum_logits": z.sum(-1),
-    }[name].square()
-    value = {"mean": truth.mean(), "sum": truth.sum(), "none": truth}[reduction]
-    upstream = torch.linspace(1, 2, value.numel(), device=DEVICE).view(value.shape)
-    expected = torch.autograd.grad(value, (hidden, weight), upstream)
-    out = loss(hidden, weight, targets).loss
-    for x, y in zip(torch.autograd.grad(out, (hidden, weight), upstream), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_a_name_that_is_no_statistic():

@@ -112,7 +112,7 @@ def version_in(folder: Path | None, name: str) -> str:
 
 
 def reason_of(output: str) -> str:
-    """Which seam moved; else what could not be imported; else the tests that failed."""
+    """The functions that moved; else what could not be imported; else the tests that failed."""
     kinds = (
         r"^E +AssertionError: (\S+ moved: .*)",
         r"^E +(?:ImportError|ModuleNotFoundError): (.*)",

@@ -67,8 +67,8 @@ def another_version() -> Iterator[None]:
     versions._warn_once.cache_clear()
 
 
-def check_seam(place: str, parameters: str) -> None:
-    """Compare the names of a function's parameters; a failure names the seam that moved."""
+def check_parameters(place: str, parameters: str) -> None:
+    """Compare the names of a function's parameters; a failure names the function that moved."""
     found = " ".join(inspect.signature(at(place)).parameters)
     assert found == parameters, f"{place} moved: expected ({parameters}), got ({found})"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from tests.integrations.support import another_version, check_seam, require
+from tests.integrations.support import another_version, check_parameters, require
 from tests.support import assert_close
 
 FOLDER = require("axolotl")
@@ -19,7 +19,12 @@ from axolotl.utils.dict import DictDefault  # noqa: E402
 from pydantic import BaseModel, ConfigDict, ValidationError  # noqa: E402
 
 from logitless.exchange import state_of  # noqa: E402
-from logitless.integrations.axolotl import EXCLUDED, LIGER_LAYERS, LogitlessArgs, LogitlessPlugin  # noqa: E402
+from logitless.integrations.axolotl import (  # noqa: E402
+    INCOMPATIBLE_KEYS,
+    LIGER_LAYER_KEYS,
+    LogitlessArgs,
+    LogitlessPlugin,
+)
 from logitless.models.patch import KEY  # noqa: E402
 from tests.trl_integration.tiny import VOCAB, tiny_model  # noqa: E402
 
@@ -92,7 +97,7 @@ def test_axolotls_own_validation(manager):
     model = tiny_model()
     manager.post_model_load(found, model)
     assert model(**INPUTS).logits is None
-    with pytest.raises(ValidationError, match="use_dft: expected nothing beside logitless"):
+    with pytest.raises(ValidationError, match="use_dft: expected unset if logitless is enabled"):
         validate_config(DictDefault(yaml.safe_load(needed + text + "use_dft: true\n")))
 
 
@@ -116,30 +121,34 @@ def test_fused_layers(manager):
 
 def test_trainers_of_rl_keep_their_loss(manager):
     model = tiny_model()
-    with pytest.warns(UserWarning, match="^rl: expected nothing beside logitless, as the trainer"):
+    with pytest.warns(UserWarning, match="^rl: expected unset if logitless is enabled, because its trainers"):
         manager.post_model_load(configured(manager, YAML + "rl: dpo\n"), model)
     assert model(**INPUTS).logits is not None
 
 
-@pytest.mark.parametrize("key", EXCLUDED)
+@pytest.mark.parametrize("key", INCOMPATIBLE_KEYS)
 def test_what_excludes_it(manager, key):
     with pytest.raises(
-        ValidationError, match=f"{key}: expected nothing beside logitless, got True; leave {key}"
+        ValidationError, match=f"{key}: expected unset if logitless is enabled, got True; leave {key}"
     ):
         configured(manager, YAML + f"{key}: true\n")
     configured(manager, YAML + f"{key}: true\nlogitless: false\n")
 
 
 def test_layers_of_liger(manager):
-    for key in LIGER_LAYERS:
+    for key in LIGER_LAYER_KEYS:
         configured(manager, YAML + f"{key}: true\n")
-        with pytest.raises(ValidationError, match=f"{key}: expected nothing beside logitless_fused_layers"):
+        with pytest.raises(
+            ValidationError, match=f"{key}: expected unset if logitless_fused_layers is enabled"
+        ):
             configured(manager, YAML + f"{key}: true\nlogitless_fused_layers: true\n")
 
 
 def test_context_parallelism_is_refused(manager):
     configured(manager, YAML + "context_parallel_size: 1\n")
-    with pytest.raises(ValidationError, match="context_parallel_size: expected 1 beside logitless, got 2"):
+    with pytest.raises(
+        ValidationError, match="context_parallel_size: expected 1 if logitless is enabled, got 2"
+    ):
         configured(manager, YAML + "context_parallel_size: 2\n")
 
 
@@ -149,11 +158,11 @@ def test_a_model_without_an_lm_head(manager):
         manager.post_model_load(cfg, tiny_model().base_model)
 
 
-def test_seams():
+def test_names_and_parameters():
     assert issubclass(LogitlessPlugin, BasePlugin) and issubclass(LogitlessArgs, BaseModel)
-    check_seam("axolotl.integrations.base:BasePlugin.post_model_load", "self cfg model")
-    check_seam("axolotl.integrations.base:BasePlugin.get_input_args", "self")
+    check_parameters("axolotl.integrations.base:BasePlugin.post_model_load", "self cfg model")
+    check_parameters("axolotl.integrations.base:BasePlugin.get_input_args", "self")
     schema = "".join(x.read_text() for x in (FOLDER / "utils" / "schemas").glob("*.py"))
     args = "".join(x.read_text() for x in (FOLDER / "integrations").glob("*/args.py"))
-    for key in (*EXCLUDED, *LIGER_LAYERS, "context_parallel_size", "sequence_parallel_degree"):
+    for key in (*INCOMPATIBLE_KEYS, *LIGER_LAYER_KEYS, "context_parallel_size", "sequence_parallel_degree"):
         assert key in schema + args, f"{key} moved: expected it among the keys of axolotl"

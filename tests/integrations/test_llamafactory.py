@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from logitless.integrations.llamafactory import EXCLUDED, LogitlessCallback, check_arguments, main
+from logitless.integrations.llamafactory import INCOMPATIBLE_KEYS, LogitlessCallback, check_arguments, main
 from tests.integrations.support import REQUIRED, another_version, check_text, require
 from tests.trl_integration.tiny import VOCAB, tiny_model
 
@@ -75,10 +75,10 @@ def test_other_stages_are_refused(stage):
         check_arguments({"stage": stage})
 
 
-@pytest.mark.parametrize("key", EXCLUDED)
+@pytest.mark.parametrize("key", INCOMPATIBLE_KEYS)
 def test_what_excludes_it(key):
     check_arguments({"stage": "sft", key: False})
-    with pytest.raises(ValueError, match=f"^{key}: expected nothing with logitless, got True; leave"):
+    with pytest.raises(ValueError, match=f"^{key}: expected unset with logitless, got True; leave"):
         check_arguments({"stage": "sft", key: True})
 
 
@@ -114,7 +114,7 @@ def test_the_command(stub):
     assert stub[1][1][0].fused_layers is True
     main(["train.yaml", "logitless_fused_layers=false"])
     assert stub[2][1][0].fused_layers is False
-    with pytest.raises(ValueError, match="^use_dft_loss: expected nothing with logitless"):
+    with pytest.raises(ValueError, match="^use_dft_loss: expected unset with logitless"):
         main(["train.yaml", "use_dft_loss=true"])
     assert len(stub) == 3
     assert logging.getLogger("logitless").level == logging.INFO  # LLaMA-Factory shows its own loggers alone
@@ -128,11 +128,11 @@ def test_arguments_without_a_file(monkeypatch, stub):
         main(["--stage", "sft"])
 
 
-def test_seams():
+def test_names_and_parameters():
     folder = require("llamafactory")
     check_text(folder / "hparams" / "__init__.py", "read_args")
     check_text(folder / "train" / "tuner.py", "def run_exp(args: Optional[dict[str, Any]] = None, callbacks:")
     check_text(folder / "train" / "tuner.py", "generating_args, callbacks)")
     text = "".join(path.read_text() for path in (folder / "hparams").glob("*.py"))
-    missing = [key for key in EXCLUDED if key not in text]
+    missing = [key for key in INCOMPATIBLE_KEYS if key not in text]
     assert not missing, f"hparams moved: expected {missing} among its keys ({REQUIRED})"

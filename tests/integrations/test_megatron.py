@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.integrations import megatron as module
 from logitless.integrations.megatron import output_processor
-from tests.integrations.support import another_version, check_seam, require
+from tests.integrations.support import another_version, check_parameters, require
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -259,16 +259,16 @@ def test_two_ranks(sequence_parallel):
 # From here on: Megatron itself.
 
 
-def test_seams():
+def test_names_and_parameters():
     require("megatron")
     arguments = (
         "self input_ids position_ids attention_mask decoder_input labels inference_context packed_seq_params "
         "extra_block_kwargs runtime_gather_output inference_params loss_mask padding_mask output_processor "
         "output_processor_context"
     )
-    check_seam("megatron.core.models.gpt.gpt_model:GPTModel.forward", arguments)
+    check_parameters("megatron.core.models.gpt.gpt_model:GPTModel.forward", arguments)
     layer = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward"
-    check_seam(layer, "self input_ weight runtime_gather_output")
+    check_parameters(layer, "self input_ weight runtime_gather_output")
 
 
 @contextlib.contextmanager

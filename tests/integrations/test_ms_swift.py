@@ -160,7 +160,7 @@ def method(file: Path, cls: str, name: str, names: dict):
     return names[name]
 
 
-def test_seams():
+def test_names_and_parameters():
     folder = require("swift")
     check_text(folder / "trainers/mixin.py", "callbacks.append(callbacks_map[callback](args, self))")
     check_text(folder / "callbacks/mapping.py", "callbacks_map = {")

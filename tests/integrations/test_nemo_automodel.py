@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.support import another_version, check_seam, check_text, hollow, require
+from tests.integrations.support import another_version, check_parameters, check_text, hollow, require
 from tests.support import assert_close
 
 FOLDER = require("nemo_automodel")
@@ -138,9 +138,9 @@ def test_how_the_recipes_use_it(caplog):
     assert loss_fn.prepare_lm_weight(head) is head.weight
 
 
-def test_seams():
-    check_seam(f"{OWN}.__init__", "self chunk_len compile ignore_index reduction")
+def test_names_and_parameters():
+    check_parameters(f"{OWN}.__init__", "self chunk_len compile ignore_index reduction")
     inputs = "hidden_states labels lm_weight num_label_tokens grad_reduce_group loss_weights"
-    check_seam(f"{OWN}.forward", f"self {inputs} mask logits_dtype")
-    check_seam(f"{OWN}.prepare_lm_weight", "self lm_head model_config grad_reduce_group")
+    check_parameters(f"{OWN}.forward", f"self {inputs} mask logits_dtype")
+    check_parameters(f"{OWN}.prepare_lm_weight", "self lm_head model_config grad_reduce_group")
     check_text(FOLDER / "recipes" / "llm" / "train_ft.py", "if isinstance(self.loss_fn, LinearCrossEntropy):")

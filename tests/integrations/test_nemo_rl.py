@@ -42,7 +42,9 @@ def stock() -> Callable:
     found = [node for node in tree.body if getattr(node, "name", None) in NEEDED]
     names = {"torch": torch, "Any": Any, "Optional": Optional}
     exec(compile(ast.Module(found, []), str(TEXT), "exec"), names)
-    assert {node.name for node in found} == set(NEEDED), f"{module.SEAM} moved: expected {NEEDED}"
+    assert {node.name for node in found} == set(NEEDED), (
+        f"{module.LOGPROBS_FUNCTION} moved: expected {NEEDED}"
+    )
     return names[NAME]
 
 
@@ -142,12 +144,12 @@ def test_refused(change, message):
         call(**change)
 
 
-def test_seam():
+def test_parameters_of_the_replaced_function():
     found, ours = (
         list(inspect.signature(function).parameters)
         for function in (stock(), module.from_parallel_hidden_states_to_logprobs)
     )
-    assert found == ours[:-1], f"{module.SEAM} moved: expected {ours[:-1]}, got {found}"
+    assert found == ours[:-1], f"{module.LOGPROBS_FUNCTION} moved: expected {ours[:-1]}, got {found}"
 
 
 def test_patched_and_undone(monkeypatch, caplog):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.integrations.support import another_version, check_seam, check_text, require
+from tests.integrations.support import another_version, check_parameters, check_text, require
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -354,11 +354,11 @@ def test_tensor_parallelism(kind):
             assert_close(x, exact, 1e-6, name=name)
 
 
-def test_seams():
+def test_names_and_parameters():
     place = "torchtitan.components.loss:ChunkedLossWrapper"
-    check_seam(f"{place}.__init__", "self config compile_config")
-    check_seam(f"{place}.__call__", "self pred labels global_valid_tokens loss_inputs")
-    check_seam(f"{place}.set_lm_head", "self lm_head")
+    check_parameters(f"{place}.__init__", "self config compile_config")
+    check_parameters(f"{place}.__call__", "self pred labels global_valid_tokens loss_inputs")
+    check_parameters(f"{place}.set_lm_head", "self lm_head")
     assert isinstance(ChunkedLossWrapper.Config().loss_fn, CrossEntropyLoss.Config)
     for text in (
         "if isinstance(self.loss_fn, ChunkedLossWrapper):",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from logitless.integrations import verl as module
-from tests.integrations.support import at, check_seam, check_text, hollow, require
+from tests.integrations.support import at, check_parameters, check_text, hollow, require
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -159,11 +159,11 @@ def verl():
             del sys.modules[name]
 
 
-def test_seams(verl):
+def test_names_and_parameters(verl):
     arguments = "self hidden_states vocab_weights input_ids temperature"
-    check_seam("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", arguments)
+    check_parameters("verl.utils.experimental.torch_functional:FusedLinearForPPO.forward", arguments)
     arguments = "ctx hidden weight labels temperature reduction dist_process_group"
-    check_seam("verl.utils.kernel.linear_cross_entropy:LinearCrossEntropy.forward", arguments)
+    check_parameters("verl.utils.kernel.linear_cross_entropy:LinearCrossEntropy.forward", arguments)
     folder = require("verl")
     check_text(folder / "workers/config/model.py", "import_external_libs(self.external_lib)")
     gather = "hidden_states = gather_from_sequence_parallel_region(hidden_states)\n"
@@ -234,7 +234,7 @@ def test_an_actor_in_bf16(verl):
 
 
 def test_it_is_undone(verl):
-    places = (module.FSDP, OWN)
+    places = (module.FSDP_FUNCTION, OWN)
     stock = [at(place) for place in places]
     early = importlib.import_module("verl.models.transformers.dense_common")
     early.linear_cross_entropy = stock[1]  # as a module that has imported it by name
@@ -247,12 +247,12 @@ def test_it_is_undone(verl):
 
 
 def test_switched_on_as_verl_does_it(verl, caplog):
-    stock = at(module.FSDP)
+    stock = at(module.FSDP_FUNCTION)
     name = "logitless.integrations.verl_on"
     sys.modules.pop(name, None)
     with caplog.at_level("INFO", "logitless"):
         at("verl.utils.import_utils:import_external_libs")(name)
-    assert at(module.FSDP) is not stock
+    assert at(module.FSDP_FUNCTION) is not stock
     (record,) = caplog.records
     assert record.message.startswith("logitless: verl's FusedLinearForPPO.forward and linear_cross_entropy")
 

@@ -110,35 +110,22 @@ def test_operands_of_another_kind(kernel, others):
     assert kernel.compiled == 2 and [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
 
 
-def test_multiples_of_16_in_64_bits(kernel):
+def test_integers_of_64_bits_tiles_constants_and_devices(kernel, monkeypatch):
     cached_launch = CachedLaunch(kernel)
-    for n in (2**31 + 8, 2**31, 2**31 + 24, 2**31 + 16):
-        cached_launch[(1,)](MEMORY, n, *OPERANDS[2:], **CONSTANTS)
-    assert [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
 
+    def launched(x=MEMORY, n: int = 24, **changed) -> int:
+        """The number of the compiled kernel that a launch takes."""
+        cached_launch[(1,)](x, n, *OPERANDS[2:], **CONSTANTS | changed)
+        return kernel.launched[-1][0]
 
-def test_descriptors_of_other_tiles_and_dtypes(kernel):
-    cached_launch = CachedLaunch(kernel)
-    for x, tile in ((WIDE, [4, 16]), (WIDE, [2, 16]), (WIDE.bfloat16(), [4, 16]), (WIDE[:2], [4, 16])):
-        described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
-        cached_launch[(1,)](described, *OPERANDS[1:], **CONSTANTS)
-    assert kernel.compiled == 3
-
-
-@pytest.mark.parametrize("changed", [{"BLOCK": 32}, {"FLAG": False}, {"num_warps": 8}])
-def test_other_constants(kernel, changed):
-    cached_launch = CachedLaunch(kernel)
-    cached_launch[(1,)](*OPERANDS, **CONSTANTS)
-    cached_launch[(1,)](*OPERANDS, **CONSTANTS | changed)
-    assert kernel.compiled == 2
-
-
-def test_another_device(kernel, monkeypatch):
-    cached_launch = CachedLaunch(kernel)
-    cached_launch[(1,)](*OPERANDS, **CONSTANTS)
+    assert [launched(n=2**31 + rest) for rest in (8, 0, 24, 16)] == [1, 2, 1, 2]
+    tiles = ((WIDE, [4, 16]), (WIDE, [2, 16]), (WIDE.bfloat16(), [4, 16]), (WIDE[:2], [4, 16]))
+    described = [TensorDescriptor(x, list(x.shape), list(x.stride()), tile) for x, tile in tiles]
+    assert [launched(x) for x in described] == [3, 4, 5, 3]
+    changes = ({}, {"BLOCK": 32}, {"FLAG": False}, {"num_warps": 8}, {})
+    assert [launched(**changed) for changed in changes] == [6, 7, 8, 9, 6]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    cached_launch[(1,)](*OPERANDS, **CONSTANTS)
-    assert kernel.compiled == 2
+    assert launched() == 10
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -1,10 +1,13 @@
 """accumulate_into: the head's gradient goes straight into a main gradient, in the backward pass, and nowhere
 else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
+from logitless.engine import passes
 from tests.cases import operands
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
@@ -121,6 +124,61 @@ def test_products_and_no_buffer(kind, settings, now, products):
     assert w.grad is None
 
 
+@pytest.mark.parametrize("budget", [None, 20_000], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_is_that_of_both_passes(name, budget, monkeypatch):
+    ran = []
+
+    def recorded(plan, *arguments):
+        ran.append(plan)
+        run(plan, *arguments)
+
+    run = passes.run
+    monkeypatch.setattr(passes, "run", recorded)
+    plans = []
+    plan_into_main = passes.plan_into_main
+    monkeypatch.setattr(
+        passes, "plan_into_main", lambda *given: plans.append(plan_into_main(*given)) or plans[-1]
+    )
+    x = every_loss.given(9)
+    main = torch.zeros_like(x.weight)
+    LOSSES[name](x, None, accumulate_into=main, logits_budget=budget)[0].backward()
+    (plan,) = plans
+    assert [replace(plan, in_backward=None), plan.in_backward] == ran
+    assert plan.strategy == "loss_only" and plan.in_backward.strategy != "loss_only"
+    assert plan.products == sum(each.products for each in ran)
+    assert plan.products >= 4 or plan.columns
+
+
+# A pair above the budget is projected three times.
+@pytest.mark.parametrize(
+    ("kind", "settings", "strategy", "products"),
+    [
+        (CrossEntropyLoss, {}, "fused", 4),
+        (DPOLoss, {"reference_free": True}, "resident", 4),
+        (DPOLoss, {"reference_free": True, "logits_budget": 2**16}, "recompute", 5),
+    ],
+    ids=["token", "group", "large group"],
+)
+def test_what_the_plan_says(kind, settings, strategy, products):
+    B, T, H, V = 4, 16, 64, 300
+    h, w, targets, _ = operands((B, T), H, V, torch.float32)
+    h.requires_grad_(), w.requires_grad_()
+    main = torch.zeros(V, H)
+    loss = kind(**settings)
+    with GemmCounter(B * T, V, H) as counter:
+        out = loss(h, w, targets, accumulate_into=main)
+        out.loss.backward()
+    assert out.plan.products == products == pytest.approx(counter.gemms, abs=0.05)
+    text = str(out.plan)
+    assert text.startswith("loss_only: ") and f"; then, in the backward pass, {strategy}: " in text
+    assert text.endswith(f", {products} products in all")
+    now = loss(h, w, targets, accumulate_into=main, accumulate_now=True).plan
+    assert now.in_backward is None and str(now) == str(out.plan.in_backward)
+    with torch.no_grad():
+        assert loss(h, w, targets, accumulate_into=main).plan.in_backward is None
+
+
 @torch.compiler.set_stance("default")
 def test_under_torch_compile():
     x = every_loss.given(9)
@@ -168,6 +226,11 @@ BAD = {
     ),
     "nothing to scale": ({"grad_scale": 0.5}, "grad_scale: expected 1.0 without accumulate_into"),
     "infinite": (NOW | {"grad_scale": float("inf")}, "grad_scale: expected a finite number"),
+    "a sum in another dtype": (
+        {"accumulate_into": MAIN, "accum_dtype": torch.float64},
+        "accum_dtype: expected None or torch.float32 with accumulate_into, got torch.float64; leave it out",
+    ),
+    "a sum in another dtype, now": (NOW | {"accum_dtype": torch.float64}, "accum_dtype: expected None or"),
     "unreduced": (NOW | {"reduction": "none"}, "reduction: expected 'mean' or 'sum' with"),
 }
 
@@ -200,6 +263,27 @@ def test_no_adding_where_the_forward_pass_may_run_again():
     ):
         torch.compile(added, backend="eager", fullgraph=True)(x.hidden)
     assert not main.any()
+
+
+@torch.compiler.set_stance("default")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_sum_in_another_dtype_is_refused(compiled):
+    """d_weight would be summed in the main gradient's dtype; that dtype is accepted."""
+
+    def step(hidden, weight, accum_dtype):
+        loss = CrossEntropyLoss(accum_dtype=accum_dtype)
+        return loss(hidden, weight, targets, accumulate_into=main).loss
+
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="eager", fullgraph=True)
+    h, w, targets, _ = operands((12,), 8, 50, torch.bfloat16)
+    h.requires_grad_(), w.requires_grad_()
+    main = torch.zeros(50, 8)
+    with pytest.raises(Exception, match=r"accum_dtype: expected None or torch.float32 with accumulate_into"):
+        step(h, w, torch.bfloat16)
+    step(h, w, torch.float32).backward()
+    assert main.any() and w.grad is None
 
 
 def test_a_frozen_weight_is_refused():

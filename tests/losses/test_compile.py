@@ -244,3 +244,20 @@ def test_inductor():
     compiled = torch.compile(model, fullgraph=True)
     for length in (40, 157, 24):
         assert_same_step(compiled, model, *batch(length))
+
+
+OTHERS = {
+    "a flag": (CrossEntropyLoss(dft=True), CrossEntropyLoss(dft=False)),
+    "a text": (CrossEntropyLoss(reduction="sum"), CrossEntropyLoss(reduction="mean")),
+    "None or a number": (CrossEntropyLoss(softcap=None), CrossEntropyLoss(softcap=1.0)),
+}
+
+
+@pytest.mark.parametrize("losses", OTHERS.values(), ids=OTHERS)
+def test_a_loss_with_other_options_has_another_graph(losses):
+    x = every_loss.given(6)
+    compiled = torch.compile(lambda loss: loss(x.hidden, x.weight, x.targets).loss, backend="aot_eager")
+    for loss in losses:
+        found, expected = compiled(loss), loss(x.hidden, x.weight, x.targets).loss
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(value, x.hidden) for value in (found, expected)))

@@ -142,6 +142,7 @@ BAD_REFERENCES = {
     "no head": (GRPOLoss(beta=0.1), "hidden", "ref_weight: expected the reference's head"),
     "no KL": (GRPOLoss(), "hidden weight", UNUSED),
     "no KL, log-probs": (GRPOLoss(), "logps", UNUSED),
+    "DPO, none": (DPOLoss(), "", ONE + "neither; pass one"),
     "DPO, a head alone": (DPOLoss(), "logps weight", ONE + "ref_logps and ref_weight"),
     "DPO, a bias alone": (DPOLoss(), "logps bias", ONE + "ref_logps and ref_bias"),
     "KTO, a head alone": (KTOLoss(), "logps weight", ONE + "ref_logps and ref_weight"),

@@ -61,22 +61,6 @@ def test_as_many_tokens_as_sequences(name):
     assert abs(per_sequence.loss - per_token.loss) > 1e-3
 
 
-@pytest.mark.parametrize("loss", [REINFORCELoss(), GRPOLoss()])
-def test_levels_of_policies(loss):
-    ratio = LOGPS if isinstance(loss, REINFORCELoss) else torch.ones(2, device=DEVICE)
-    for x, advantages in ((X[:, None], 0.5), (X[None], X)):
-        found = loss(*CALL, cu_seqlens=CU_SEQLENS, advantages=x).loss.item()
-        assert found == pytest.approx(-(advantages * ratio).mean().item(), rel=1e-5)
-
-
-def test_levels_of_references():
-    sums = torch.stack((LOGPS.sum(), LOGPS.new_zeros(())))
-    for x, of_reference in ((X[:, None], X), (X[None], torch.stack((X.sum(), X.new_zeros(()))))):
-        reward = 0.1 * (sums - of_reference)
-        expected = torch.stack((1 - reward[0].sigmoid(), 1 - (-reward[1]).sigmoid())).mean()
-        assert kto(ref_logps=x).loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_one_token_that_is_its_sequence():
     """Both readings are the same, so (1,) is not refused; a token that is not supervised has no reference."""
     one = torch.tensor([0, 1], device=DEVICE)

@@ -25,21 +25,6 @@ def test_outputs_may_be_taken_back_one_by_one(trainable):
     torch.testing.assert_close(stepwise, h.grad)
 
 
-def test_no_grad_gives_plain_numbers():
-    h, w, targets, _ = operands((9,), 8, 30, torch.float32)
-    with torch.no_grad():
-        out = linear_logprobs(h.requires_grad_(), w, targets, entropy=True)
-    assert not any(value.requires_grad for value in out)
-
-
-def test_fp32_logits_remove_the_rounding_of_low_precision_ones():
-    h, w, targets, _ = operands((60,), 64, 500, torch.bfloat16)
-    truth = reference.token_logprobs(h.double(), w.double(), targets)[0]
-    rounded = (linear_logprobs(h, w, targets, logits_dtype=torch.bfloat16).logps - truth).abs().max()
-    unrounded = (linear_logprobs(h, w, targets, logits_dtype=torch.float32).logps - truth).abs().max()
-    assert unrounded < 1e-5 < 1e-3 < rounded
-
-
 @pytest.mark.parametrize("trainable", ["all", "hidden"])
 def test_autocast_outside_of_backward(trainable):
     h, w, targets, b = operands((40,), 32, 300, torch.float32)

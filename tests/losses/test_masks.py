@@ -42,7 +42,7 @@ def test_masks_of_flags(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_masks_of_floats_are_refused(name):
+def test_masks_of_floats_or_of_another_shape_are_refused(name):
     x = given(T)
     additive = torch.zeros(x.targets.shape, device=DEVICE).masked_fill(~mask_of(x), -torch.inf)
     message = "^mask: expected booleans, or integers that are 0 or 1, got .*mask == 0 if it is additive"
@@ -50,11 +50,6 @@ def test_masks_of_floats_are_refused(name):
         with pytest.raises(TypeError, match=message) as caught:
             call(name, x, mask)
         assert ("as token_weights" in str(caught.value)) == name.startswith("cross-entropy")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_masks_of_another_shape_are_refused(name):
-    x = given(T)
     with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); give one"):
         call(name, x, torch.ones(len(x.targets), device=DEVICE))
 

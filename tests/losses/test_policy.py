@@ -6,7 +6,7 @@ import torch
 
 from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss, linear_logprobs
 from logitless.losses.grpo_types import LEVELS, SURROGATES
-from tests.support import DEVICE, GemmCounter, relative_error, run
+from tests.support import DEVICE, GemmCounter, run
 
 H, V = 16, 300
 
@@ -40,16 +40,6 @@ def operands():
     return hidden.view(5, 12, H), weight / 3, targets, torch.randn(5, generator=generator, device=DEVICE)
 
 
-def test_on_policy_has_the_gradient_of_reinforce():
-    *given, advantages = operands()
-    ours, reinforce = (
-        run(lambda *x, bias, loss=loss: loss(*x, advantages=advantages), *given).grads
-        for loss in (GRPOLoss(), REINFORCELoss())
-    )
-    for name, gradient in reinforce.items():
-        assert gradient.any() and relative_error(ours[name], gradient) < 1e-12
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_shifted_log_probabilities_are_rolled_into_the_next_call(packed):
     """The results of a call with `shift` are aligned with hidden, its inputs with the targets."""
@@ -65,19 +55,6 @@ def test_shifted_log_probabilities_are_rolled_into_the_next_call(packed):
 
     torch.testing.assert_close(loss(logps.roll(1, -1)), loss())
     assert not torch.isclose(loss(logps), loss(), rtol=1e-2)
-
-
-def test_clipped_tokens_have_no_gradient():
-    *given, _ = operands()
-    # Every ratio is far above 1 + epsilon.
-    inputs = {
-        "advantages": torch.ones(5, device=DEVICE),
-        "old_logps": torch.full((5, 12), -90.0, device=DEVICE),
-    }
-    ours = run(lambda *x, bias: GRPOLoss()(*x, **inputs), *given)
-    assert ours.value != 0
-    assert not any(gradient.any() for gradient in ours.grads.values())
-    assert ours.output.metrics["clip_ratio/high_mean"].item() == pytest.approx(1)
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
@@ -148,7 +125,6 @@ BAD_OPTIONS = [
     (GRPOLoss, {"delta": 0.0}, "delta: expected a positive"),
     (GRPOLoss, {"delta": 2.0, "loss_type": "sapo"}, "delta: expected None for sapo"),
     (GRPOLoss, {"beta": -0.1}, "beta: expected"),
-    (GRPOLoss, {"temperature": 0.0}, "temperature: expected a positive"),
     (GRPOLoss, {"sapo_temperature_neg": 0.0}, "sapo_temperature: expected"),
     (GRPOLoss, {"top_entropy_quantile": 1.5}, "top_entropy_quantile: expected"),
     (RLOOLoss, {"epsilon": -1.0}, "epsilon: expected"),

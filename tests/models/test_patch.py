@@ -288,15 +288,15 @@ def test_fp32_head_on_a_half_precision_backbone():
 # --- DeepSpeed ZeRO-3
 
 
-@pytest.mark.parametrize("way", ["patched", "scored", "picked"])
+@pytest.mark.parametrize("way", ["patched", "fused_head", "gatherable"])
 def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
     """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
     elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
     from logitless import linear_logprobs
     from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-    from logitless.trl_integration.head import picked, scored
+    from logitless.trl_integration.head import attach_fused_head, attach_gatherable_logits
 
-    def score(hidden, head, labels, shift):
+    def compute_fields(hidden, head, labels, shift):
         logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
         return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
 
@@ -322,15 +322,15 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
     if way == "patched":
         patch = patch_model(model)
         assert patch.checked.startswith("not checked yet")
-    elif way == "scored":
+    elif way == "fused_head":
         chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
-        attached = scored(lambda chunked: score)(chunked)(model)
+        attached = attach_fused_head(lambda chunked: compute_fields)(chunked)(model)
         more = {"fused_lm_head": True}
     else:
         trainer = SimpleNamespace(args=None, is_fsdp_enabled=False, last_plan=None)
         chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
-        chunked.picking = True
-        with picked(chunked)(model):
+        chunked.returns_gatherable_logits = True
+        with attach_gatherable_logits(chunked)(model):
             logits = model(INPUTS["input_ids"]).logits
         assert weight.numel() == 0
     if logits is None:

@@ -85,6 +85,9 @@ def fits(case: Call) -> bool:
         {"logits_over", "nll_targets", "depths", "k", "ids"} & asked or not o.get("compact", True)
     ):
         return False
+    # A main gradient is the sum of d_weight, in fp32.
+    if case.main and o.get("accum_dtype", torch.float32) != torch.float32:
+        return False
     # A softcap is saturated by larger logits, and which one is the best is a matter of rounding.
     if "softcap" in o and (case.peak > 4 or "logits_over" in o):
         return False

@@ -2,10 +2,9 @@
 with.
 
 Nothing here is chunked, fused or clever, and nothing is shared with the engine. Every function is generic in
-the dtype of its
-operands, which gives both numbers of the tolerance rule: on fp64 operands it is the truth, on bf16, fp16 or
-fp32 operands it is
-the naive computation (one GEMM in the operands' dtype, then the logits upcast to at least fp32).
+the dtype of its operands, which gives both numbers of the tolerance rule: on fp64 operands it is the truth,
+on bf16, fp16 or fp32 operands it is the naive computation (one GEMM in the operands' dtype, then the logits
+upcast to at least fp32).
 """
 
 from tests.reference.cross_entropy import cross_entropy, head_logits, multi_token, shift_left, token_logprobs

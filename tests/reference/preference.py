@@ -240,37 +240,20 @@ def dpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization and the losses of its family.
 
-    With `π(y) = Σ_t logp_t`, the log-ratios `c` and `r` of the chosen and the rejected sequence, each `π(y) -
-    π_ref(y)`, their scores `C` and `R`, each `f'(exp(log-ratio))`, `Δ = C - R`, `Δ' = C / |y_c| - R / |y_r|`
-    and smoothing `ε`, per pair:
-
-        sigmoid       -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)
-        hinge         max(0, 1 - βΔ)
-        ipo           (Δ' - 1 / 2β)²
-        exo_pair      σ(βΔ) (log σ(βΔ) - log(1 - ε)) + σ(-βΔ) (log σ(-βΔ) - log ε)        with ε > 0
-        nca_pair      -log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)
-        robust        (-(1 - ε) log σ(βΔ) + ε log σ(-βΔ)) / (1 - 2ε)                      with ε < ½
-        bco_pair      -log σ(βc) - log σ(-βr)
-        sppo_hard     (c - 1 / 2β)² + (r + 1 / 2β)²
-        aot           as sigmoid, with Δ_i the i-th smallest π(y_c) - π(y_r) minus the i-th smallest
-                      π_ref(y_c) - π_ref(y_r)
-        aot_unpaired  as sigmoid, with Δ_i the i-th smallest c minus the i-th smallest r
-        apo_zero      σ(-βc) + σ(βr)
-        apo_down      σ(βc) + σ(-β(c - r))
-        discopop      -log σ(βΔ) (1 - σ(βΔ / τ)) + exp(-βΔ) σ(βΔ / τ)
-        sigmoid_norm  -log σ(βΔ')
-        sft           -π(y_c), a sum over tokens
+    `_dpo_losses` has the loss types, by pair: `chosen` and `rejected` are the log-ratios `π(y) - π_ref(y)` of
+    `π(y) = Σ_t logp_t`; the scores are `f'(exp(log-ratio))`, with the difference `delta`, or `mean_delta` of
+    the scores divided by `|y|`. exo_pair needs a smoothing above 0, robust one below 1/2.
 
     The mean divides by `num_items`, else by the number of pairs; that of sft divides by the number of chosen
     tokens, unless `num_items` is given for sft alone. A list of types gives the weighted sum of their
     reductions. Exponents are bounded by 80. A pair with empty sequences counts. `average_logps=True` divides
-    `π`, `π_ref` and the scores by `|y|` in every type, False in none (`Δ'` is `Δ`).
+    `π`, `π_ref` and the scores by `|y|` in every type, False in none (`mean_delta` is `delta`).
 
     `f'(t)` is of reverse_kl `log t`, of forward_kl `1 - 1 / t`, of js_divergence `log(2t / (1 + t))`, of
-    alpha_divergence `(t^(α - 1) - 1) / (α - 1)`; it acts on the losses written with `Δ` or `Δ'`, the aot ones
-    apart. `ld_alpha` weighs the log-probabilities past the length of the shorter sequence of the pair; sums
-    given as `ref_logps` have it already. `use_weighting` multiplies the loss of each pair, sft included, by
-    `w(y_c) w(y_r)`, not differentiated, with `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`.
+    alpha_divergence `(t^(α - 1) - 1) / (α - 1)`; it acts on the losses of `delta` or `mean_delta`. `ld_alpha`
+    weighs the log-probabilities past the length of the shorter sequence of the pair; sums given as
+    `ref_logps` have it already. `use_weighting` multiplies the loss of each pair, sft included, by `w(y_c)
+    w(y_r)`, not differentiated, with `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`.
 
     Metrics: rewards `βc` and `βr` as "rewards/chosen", "rewards/rejected", their "rewards/margins" and how
     often the first is larger, "rewards/accuracies"; `π` as "logps/chosen", "logps/rejected"; the mean logit

@@ -260,7 +260,7 @@ def test_apply_to_a_trainer_that_exists(tmp_path, kind, make):
     forward = trainer.model.forward
     undo = apply_to(trainer, logits_budget=2**13)
     assert trainer.model.forward == forward
-    with trainer.chunked_loss.attached():
+    with trainer.chunked_loss.attach_models():
         same = trainer.model.forward == forward
         assert same is (kind == "AsyncDistillation"), "a head that nothing calls"
     found = gradients()

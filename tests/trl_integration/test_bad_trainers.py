@@ -9,8 +9,8 @@ import trl
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
-from logitless.trl_integration.adapter import Adapter, Seam, any_loss, enable
-from logitless.trl_integration.versions import found_in_trl
+from logitless.trl_integration.adapter import Adapter, Replacement, check_common_options, enable
+from logitless.trl_integration.versions import import_from_trl
 
 from .compare import options, stock
 from .kinds import preference_dataset, step
@@ -43,7 +43,7 @@ def test_data_parallel():
     with pytest.raises(
         ValueError, match="model: expected one process per GPU, got nn.DataParallel over 2 GPUs"
     ):
-        any_loss(SimpleNamespace(args=SimpleNamespace(n_gpu=2)))
+        check_common_options(SimpleNamespace(args=SimpleNamespace(n_gpu=2)))
 
 
 def made(cls, tmp_path, **more):
@@ -75,7 +75,7 @@ def test_a_method_of_ones_own(tmp_path, calls):
     torch.testing.assert_close(trainer.compute_loss(trainer.model, dict(batch)), expected)
     assert calls.number == 1
     undo()
-    instead = Adapter("trl:SFT", patches={"compute_loss": Seam(lambda *args: None)})
+    instead = Adapter("trl:SFT", replacements={"compute_loss": Replacement(lambda *args: None)})
     with pytest.raises(
         ValueError, match="compute_loss: expected TRL's own in SFTTrainer, got Mine.compute_loss"
     ):
@@ -86,10 +86,10 @@ def test_a_method_of_ones_own(tmp_path, calls):
 def test_names_that_trl_has_moved(tmp_path):
     moved = r"expected in trl >=1.15,<1.17, got trl 1\.1[56]\.\d without it; pip install 'trl>=1.15,<1.17'"
     with pytest.raises(ImportError, match="trl:NoTrainer: " + moved):
-        found_in_trl("trl:NoTrainer")
+        import_from_trl("trl:NoTrainer")
     trainer = made(trl.SFTTrainer, tmp_path)
     with pytest.raises(ImportError, match="trl:SFTTrainer.no_method: " + moved):
-        enable(trainer, Adapter("trl:SFT", patches={"no_method": Seam(lambda *args: None)}), None)
+        enable(trainer, Adapter("trl:SFT", replacements={"no_method": Replacement(lambda *args: None)}), None)
     assert "training_step" not in vars(trainer)
 
 

@@ -169,7 +169,7 @@ def test_evaluation_and_predictions(folder, monkeypatch, kind):
         torch.manual_seed(0)
         loss = trainer.evaluate(data)["eval_loss"]
         chunked = vars(trainer).get("chunked_loss")
-        assert chunked is None or "evaluate" in chunked.verified
+        assert chunked is None or "evaluate" in chunked.verified_steps
         torch.manual_seed(0)
         trainer.compute_metrics = lambda prediction: {"size": float(prediction.predictions[0].size)}
         predicted = trainer.predict(data)

@@ -1,8 +1,8 @@
-"""The seams at which our trainers reach into TRL 1.15 and 1.16 and transformers: what must be there, with
-which parameters.
+"""The functions of TRL 1.15 and 1.16 and of transformers that the adapters replace or call, and their
+parameters.
 
-A new TRL that moves one fails here, by the seam's name; that it is still used, and that the numbers are the
-same, is what test_parity.py shows of each trainer.
+With a TRL that has moved or changed one, the test of that function fails. test_parity.py tests for each
+trainer that the function is still called, and that the numbers are the same.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from trl.trainer.utils import FusedCausalLMOutput
 from logitless.engine.head_view import HeadView
 from logitless.models.logits import Deferral
 from logitless.trl_integration import distillation
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Seam
-from logitless.trl_integration.head import PickedLogits
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Replacement
+from logitless.trl_integration.head import GatherableLogits
 
 SCRIPT = "script_args training_args model_args dataset_args"
 LOSS = "self model inputs return_outputs num_items_in_batch"
 
-# Seam -> its parameters; None where they are not ours to know.
+# By path: the names of the parameters
 SIGNATURES = {
     "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     "trl.trainer.utils:maybe_gather_lm_head_ctx": "params",
@@ -66,24 +66,24 @@ SIGNATURES = {
 } | {f"trl.scripts.{name}:main": SCRIPT for name in ("sft", "dpo", "kto", "grpo", "rloo", "distillation")}
 
 
-def found(seam: str):
-    module, path = seam.split(":")
+def imported(path: str):
+    module, qualified_name = path.split(":")
     try:
         value = import_module(module)
-        for name in path.split("."):
+        for name in qualified_name.split("."):
             value = getattr(value, name)
     except (ImportError, AttributeError) as error:
         pytest.fail(
-            f"{seam}: TRL {trl.__version__} has moved it ({error}); logitless.trl_integration builds on it."
+            f"{path}: TRL {trl.__version__} has moved it ({error}); logitless.trl_integration builds on it."
         )
     return value
 
 
-@pytest.mark.parametrize("seam", SIGNATURES)
-def test_parameters(seam):
-    parameters = list(inspect.signature(found(seam)).parameters)
-    assert parameters == SIGNATURES[seam].split(), (
-        f"{seam}: its parameters have changed in TRL {trl.__version__}"
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_parameters(path):
+    parameters = list(inspect.signature(imported(path)).parameters)
+    assert parameters == SIGNATURES[path].split(), (
+        f"{path}: its parameters have changed in TRL {trl.__version__}"
     )
 
 
@@ -105,13 +105,13 @@ def test_fields_of_the_fused_output():
 
 
 def test_place_model_on_device_is_a_property():
-    seam = inspect.getattr_static(transformers.TrainingArguments, "place_model_on_device", None)
-    assert isinstance(seam, property), (
+    member = inspect.getattr_static(transformers.TrainingArguments, "place_model_on_device", None)
+    assert isinstance(member, property), (
         "transformers:TrainingArguments.place_model_on_device: no longer a property to override"
     )
 
 
-# -- what the exchanged functions return, in TRL's order
+# -- what the replaced functions return, in TRL's order
 
 
 def operands(*shapes, seed=0):
@@ -119,18 +119,20 @@ def operands(*shapes, seed=0):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def same(ours, theirs, seam):
-    assert len(ours) == len(theirs), f"{seam}: returns {len(theirs)} values in TRL {trl.__version__}"
+def same(ours, theirs, path):
+    assert len(ours) == len(theirs), f"{path}: returns {len(theirs)} values in TRL {trl.__version__}"
     for i, (own, stock) in enumerate(zip(ours, theirs)):
         torch.testing.assert_close(
-            own.float(), stock.float(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{seam}: value {i}: {m}"
+            own.float(), stock.float(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{path}: value {i}: {m}"
         )
 
 
-def in_place_of(stock, use):
+def in_place_of(stock, function):
     """`stock` as a trainer calls it with the flag on."""
     trainer = SimpleNamespace(args=SimpleNamespace(), last_plan=None)
-    return ChunkedLoss(trainer, Adapter("trl:None"), None)._seam("name", Seam(use), stock)
+    return ChunkedLoss(trainer, Adapter("trl:None"), None)._make_replacement(
+        "name", Replacement(function), stock
+    )
 
 
 def test_chunked_divergence_loss():
@@ -138,12 +140,12 @@ def test_chunked_divergence_loss():
     mask = torch.arange(14).view(2, 7) % 3 > 0
     call = (hidden, taught, weight, teacher_weight, mask, 0.3)
     more = {"student_logit_scale": 0.5, "teacher_final_logit_softcapping": 3.0, "temperature": 1.5}
-    seam = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
+    path = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
     for num_items in (None, 11):
         stock = distillation_trainer._chunked_divergence_loss
-        ours = in_place_of(stock, distillation.chunked_divergence)
+        ours = in_place_of(stock, distillation.compute_divergence)
         more["num_items_in_batch"] = num_items
-        same(ours(*call, **more), stock(*call, **more), seam)
+        same(ours(*call, **more), stock(*call, **more), path)
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "renormalized"])
@@ -177,40 +179,41 @@ def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
         4,
     )
     stock = async_distillation_trainer._chunked_jsd_loss
-    ours = in_place_of(stock, distillation.chunked_jsd)
+    ours = in_place_of(stock, distillation.compute_topk_jsd)
     same(ours(*call), stock(*call), f"{async_distillation_trainer.__name__}:_chunked_jsd_loss")
 
 
-def test_picked_logits_do_what_trl_does_and_no_more():
+def test_gatherable_logits_do_what_trl_does_and_no_more():
     hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8, requires_grad=True)
     trainer = SimpleNamespace(args=None, last_plan=None)
     chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
     head = HeadView(weight, of_model=True)
-    picked = PickedLogits(hidden, head, Deferral(), 30, logit_scale=2.0, softcap=3.0, chunked=chunked)
+    gatherable = GatherableLogits(hidden, head, Deferral(), 30, logit_scale=2.0, softcap=3.0, chunked=chunked)
     logits = 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
     one, several = torch.randint(0, 30, (2, 3, 1)), torch.randint(0, 30, (2, 3, 4))
     for ids in (one, several):
         ours, theirs = (
-            torch.log_softmax(x[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids) for x in (picked, logits)
+            torch.log_softmax(x[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids)
+            for x in (gatherable, logits)
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         upstream = torch.randn(ids.shape)
         grads = [torch.autograd.grad(x, weight, upstream, retain_graph=True)[0] for x in (ours, theirs)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-        again = torch.gather(torch.nn.functional.log_softmax(picked[:, 1:-1, :] / 0.7, dim=-1), -1, ids)
+        again = torch.gather(torch.nn.functional.log_softmax(gatherable[:, 1:-1, :] / 0.7, dim=-1), -1, ids)
         assert torch.equal(again, ours)
-    assert torch.equal(picked.argmax(dim=-1), logits.argmax(-1)) and trainer.last_plan is not None
-    normalized = torch.log_softmax(picked, dim=-1)
+    assert torch.equal(gatherable.argmax(dim=-1), logits.argmax(-1)) and trainer.last_plan is not None
+    normalized = torch.log_softmax(gatherable, dim=-1)
     refused = {
-        "index": lambda: picked[one],
-        "not normalized": lambda: picked.gather(-1, one),
+        "index": lambda: gatherable[one],
+        "not normalized": lambda: gatherable.gather(-1, one),
         "divided late": lambda: normalized / 2,
-        "another function": lambda: torch.softmax(picked, dim=-1),
-        "another dimension": lambda: torch.log_softmax(picked, dim=1),
-        "best of another dimension": lambda: picked.argmax(dim=1),
+        "another function": lambda: torch.softmax(gatherable, dim=-1),
+        "another dimension": lambda: torch.log_softmax(gatherable, dim=1),
+        "best of another dimension": lambda: gatherable.argmax(dim=1),
         "gathered along another dimension": lambda: normalized.gather(1, one),
-        "attribute": lambda: picked.sum(),
-        "a mean with a gradient": lambda: picked.mean(),
+        "attribute": lambda: gatherable.sum(),
+        "a mean with a gradient": lambda: gatherable.mean(),
     }
     for name, use in refused.items():
         with pytest.raises((TypeError, AttributeError), match="logits: expected .*set use_chunked_loss=Fal"):

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import logitless.trl_integration as ours
 from logitless.models.heads import base_of
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.head import scored
-from logitless.trl_integration.per_token import per_token_score
+from logitless.trl_integration.head import attach_fused_head
+from logitless.trl_integration.per_token import make_per_token_fields
 from tests.ranks import device_type, here, on_devices
 from tests.support import uncompiled
 
@@ -210,7 +210,7 @@ def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Ten
     else:
         chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
         base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
-        with scored(per_token_score)(chunked)(base):
+        with attach_fused_head(make_per_token_fields)(chunked)(base):
             logps = model(ids, labels=labels, fused_lm_head=True).log_probs
         loss = -(logps * torch.arange(1.0, 15)).sum() / 50
     loss.backward()

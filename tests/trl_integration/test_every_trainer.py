@@ -73,7 +73,7 @@ def unused(trainer) -> None:
     """As it would be if TRL computed its loss elsewhere: only the check is left of what was put on."""
     undo = apply_to(trainer)
     steps = trainer.training_step, trainer.prediction_step
-    trainer.chunked_loss.heads.clear()
+    trainer.chunked_loss.attach_functions.clear()
     undo()
     trainer.training_step, trainer.prediction_step, trainer.last_plan = *steps, None
 
@@ -84,8 +84,8 @@ def test_a_loss_that_is_computed_elsewhere_is_noticed(folder, monkeypatch, kind)
     with pytest.raises(RuntimeError) as raised:
         step(kind, folder, change=unused)
     message = str(raised.value)
-    for place, seam in ADAPTERS[kind].patches.items():
-        assert (f"{place}, " in message) is seam.train
+    for path, replacement in ADAPTERS[kind].replacements.items():
+        assert (f"{path}, " in message) is ("train" in replacement.required_in)
     assert "the chunked loss: expected to be used by every step of" in message
     assert f"(train), got a loss computed without it by trl {trl.__version__}" in message
     assert "(supported: >=1.15,<1.17)" in message

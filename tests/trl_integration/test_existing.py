@@ -114,11 +114,11 @@ def test_data_parallel_is_refused(tmp_path):
     args = ORPOConfig(**options(tmp_path, use_chunked_loss=True, max_length=48))
     trainer = ORPOTrainer(trained, args=args, train_dataset=preference_dataset(), processing_class=words())
     ids = torch.arange(3, 9)[None]
-    trainer.chunked_loss.picking = True  # as while it computes its loss
+    trainer.chunked_loss.returns_gatherable_logits = True  # as while it computes its loss
     for model, given in ((patched, {"labels": ids}), (trained, {})):
         # as torch.nn.parallel.replicate makes it, which needs two GPUs
         refused = pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel")
-        with trainer.chunked_loss.attached(), refused:
+        with trainer.chunked_loss.attach_models(), refused:
             model._replicate_for_data_parallel()(ids, **given)
     undo()
     assert patched._replicate_for_data_parallel()(ids, labels=ids).logits is not None

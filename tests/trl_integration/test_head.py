@@ -1,4 +1,4 @@
-"""A model's forward pass that scores tokens: the loss is the model's own, and all else runs as before."""
+"""The fused head on a model: the loss is the model's own, and every other call runs as before."""
 
 import inspect
 import types
@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.head import scored
+from logitless.trl_integration.head import attach_fused_head
 
 from ..models.every import tiny
 from .tiny import VOCAB, tiny_model
@@ -20,8 +20,8 @@ LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 CHUNKED = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
 
 
-def full_logits_score(hidden, head, labels, shift):
-    """A score as plain as can be: what is tested here is what surrounds it."""
+def full_logits_fields(hidden, head, labels, shift):
+    """Fields from full logits: these tests are about the code around the computation of the fields."""
     if shift:
         hidden, labels = hidden[:, :-1], labels[:, 1:]
     mask, cap = labels != -100, head.softcap
@@ -33,11 +33,11 @@ def full_logits_score(hidden, head, labels, shift):
 
 @pytest.fixture
 def attach():
-    """(model, score) -> until the end of the test the model's fused head is answered with that score."""
+    """attach(model, compute_fields): attach a fused head with these fields until the end of the test."""
     with ExitStack() as stack:
 
-        def attached(model, score=full_logits_score):
-            stack.enter_context(scored(lambda chunked: score)(CHUNKED)(model))
+        def attached(model, compute_fields=full_logits_fields):
+            stack.enter_context(attach_fused_head(lambda chunked: compute_fields)(CHUNKED)(model))
             return stack
 
         yield attached
@@ -108,11 +108,11 @@ def test_fp32_head_on_a_half_precision_backbone(attach):
     torch.testing.assert_close(got, picked * mask)
 
 
-def test_one_inside_of_another_answers_and_both_leave_the_model_as_it_was(attach):
+def test_the_inner_of_two_heads_is_used_and_both_leave_the_model_as_it_was(attach):
     model = tiny_model().eval()
     before = dict(vars(model))
     attach(model, lambda *args: {})
-    with scored(lambda chunked: full_logits_score)(CHUNKED)(model):
+    with attach_fused_head(lambda chunked: full_logits_fields)(CHUNKED)(model):
         assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
     with pytest.raises(KeyError, match="label_mask"):
         model(IDS, labels=LABELS, fused_lm_head=True)

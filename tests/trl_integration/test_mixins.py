@@ -1,11 +1,12 @@
-"""The exchange of TRL's fused head for ours, and of attributes in general."""
+"""The exchange of forward passes during a loss, and `swap_attributes`."""
 
 import pytest
 import trl.trainer.sft_trainer as stock_module
 
 from logitless.exchange import state_of
 from logitless.trl_integration import SFTConfig, SFTTrainer
-from logitless.trl_integration.adapter import swapped
+from logitless.trl_integration.adapter import swap_attributes
+from logitless.trl_integration.head import KEY
 
 from .compare import options
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer
@@ -17,27 +18,27 @@ def test_the_exchange_ends_with_the_constructor(tmp_path):
     given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
     trainer = SFTTrainer(tiny_model(), args, **given)
     assert stock_module.add_fused_lm_head is stock
-    with trainer.chunked_loss.attached():
-        assert state_of(trainer.model, "score") is not None
-    assert state_of(trainer.model, "score") is None
+    with trainer.chunked_loss.attach_models():
+        assert state_of(trainer.model, KEY) is not None
+    assert state_of(trainer.model, KEY) is None
     with pytest.raises(ValueError, match="train_dataset"):
         SFTTrainer(tiny_model(), args)
-    assert stock_module.add_fused_lm_head is stock and not args._claimed
+    assert stock_module.add_fused_lm_head is stock and not args._is_supported_by_trainer
 
 
-def test_swapped_restores_after_an_error():
+def test_swap_attributes_restores_after_an_error():
     class Owner:
         a, b = 1, 2
 
-    with pytest.raises(RuntimeError), swapped(Owner, a=3, b=4):
+    with pytest.raises(RuntimeError), swap_attributes(Owner, a=3, b=4):
         assert (Owner.a, Owner.b) == (3, 4)
         raise RuntimeError
     assert (Owner.a, Owner.b) == (1, 2)
-    with pytest.raises(AttributeError), swapped(Owner, absent=1):
+    with pytest.raises(AttributeError), swap_attributes(Owner, absent=1):
         pass
 
 
-def test_swapped_leaves_nothing_on_a_subclass():
+def test_swap_attributes_leaves_nothing_on_a_subclass():
     """Neither on a class that has only inherited the attribute, nor on an instance."""
 
     class Owner:
@@ -47,6 +48,6 @@ def test_swapped_leaves_nothing_on_a_subclass():
         pass
 
     for owner in (Inherits, Inherits()):
-        with swapped(owner, a=3):
+        with swap_attributes(owner, a=3):
             assert owner.a == 3
         assert owner.a == 1 and "a" not in vars(owner)

@@ -199,15 +199,15 @@ def test_a_copy_made_in_a_step_is_a_stock_model(tmp_path):
 def test_which_forward_passes_are_on_a_model(folder):
     """As TRL and Accelerate stack them, and of a copy, whose inner ones are bound to the original."""
     model = loaded(folder)
-    assert forwards_of(model).own == model.forward and forwards_of(model).fused is None
+    assert forwards_of(model).base == model.forward and forwards_of(model).fused_head is None
     run("SFT", model, folder, flag=False, bf16=True)
     found = forwards_of(model)
-    assert found.prepared and found.own.__func__ is type(model).forward
+    assert found.has_outer_autocast and found.base.__func__ is type(model).forward
     run("DPO", model, folder, flag=False, bf16=True)
     # Accelerate prepares no model twice: TRL's second head is outside of its autocast.
-    assert not forwards_of(model).prepared and forwards_of(model).own == found.own
+    assert not forwards_of(model).has_outer_autocast and forwards_of(model).base == found.base
     twin = copy.deepcopy(model)
-    assert forwards_of(twin).own.__self__ is twin and not forwards_of(twin).prepared
+    assert forwards_of(twin).base.__self__ is twin and not forwards_of(twin).has_outer_autocast
 
     def of_a_user(self, *args, **kwargs):
         return type(self).forward(self, *args, **kwargs)
@@ -215,9 +215,8 @@ def test_which_forward_passes_are_on_a_model(folder):
     own = loaded(folder)
     own.forward = of_a_user.__get__(own)
     run("SFT", own, folder, flag=False, bf16=True)
-    assert (
-        forwards_of(own).own.__func__ is of_a_user and forwards_of(copy.deepcopy(own)).own.__self__ is not own
-    )
+    assert forwards_of(own).base.__func__ is of_a_user
+    assert forwards_of(copy.deepcopy(own)).base.__self__ is not own
 
 
 def test_a_head_with_another_trainers_options_is_refused(folder):

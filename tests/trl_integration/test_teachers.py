@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import logitless.trl_integration as ours
 from logitless.tools.check import relative_error
 from logitless.trl_integration import apply_to
-from logitless.trl_integration.deferred import one_vocabulary
+from logitless.trl_integration.deferred import check_no_uld_loss
 from logitless.trl_integration.pairs import ADAPTERS
 from tests.support import assert_close
 
@@ -125,5 +125,5 @@ def test_options_that_make_no_sense(tmp_path, changes, message):
 def test_vocabularies_that_differ_are_refused():
     trainer = SimpleNamespace(args=SimpleNamespace(use_uld_loss=True))
     with pytest.raises(ValueError, match="use_uld_loss: expected False with use_chunked_loss=True"):
-        one_vocabulary(trainer)
-    assert one_vocabulary in ADAPTERS["GOLD"].checks
+        check_no_uld_loss(trainer)
+    assert check_no_uld_loss in ADAPTERS["GOLD"].checks

@@ -13,8 +13,8 @@ from trl.trainer.utils import add_fused_lm_head
 import logitless.trl_integration as ours
 from logitless.models import patch_model
 from logitless.trl_integration import apply_to
-from logitless.trl_integration.head import scored
-from logitless.trl_integration.per_token import per_token_score
+from logitless.trl_integration.head import attach_fused_head
+from logitless.trl_integration.per_token import make_per_token_fields
 
 from .compare import adapted, options
 from .kinds import step
@@ -37,7 +37,7 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
     model = tiny_model()
     model.lm_head.requires_grad_(head_trains)
     add_fused_lm_head(model, outputs=FIELDS)
-    scores = scored(lambda chunked: per_token_score(chunked, *FIELDS[1:]))(CHUNKED)
+    attach = attach_fused_head(lambda chunked: make_per_token_fields(chunked, *FIELDS[1:]))(CHUNKED)
     rtol = 3e-2 if autocast else 1e-4
 
     def numbers():
@@ -52,7 +52,7 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
         return found, gradients
 
     expected, of_expected = numbers()
-    with scores(model):
+    with attach(model):
         found, of_found = numbers()
     for name, x in expected.items():
         assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
@@ -153,8 +153,9 @@ def test_what_an_entropy_costs(head_trains, used, products):
     model = tiny_model()
     model.lm_head.requires_grad_(head_trains)
     for name in ("entropy",) if used else ("entropy", None):
-        score = per_token_score(CHUNKED, *([] if name is None else [name]))
-        with scored(lambda chunked, score=score: score)(CHUNKED)(model):
+        names = [] if name is None else [name]
+        compute_fields = make_per_token_fields(CHUNKED, *names)
+        with attach_fused_head(lambda chunked, fields=compute_fields: fields)(CHUNKED)(model):
             model(IDS, labels=LABELS, fused_lm_head=True)  # which checks the head
             with Counting() as counted:
                 out = model(IDS, labels=LABELS, fused_lm_head=True)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.head import scored
-from logitless.trl_integration.per_token import per_token_score
+from logitless.trl_integration.head import attach_fused_head
+from logitless.trl_integration.per_token import make_per_token_fields
 
 from ..models.every import labelled, tiny
 from .tiny import tiny_model
@@ -120,7 +120,7 @@ def row(name: str) -> Row:
         if router is not None:
             own -= model.config.router_aux_loss_coef * router.item()
         chunked = ChunkedLoss(SimpleNamespace(args=None, model=model), Adapter("trl:None"), None)
-        with scored(per_token_score)(chunked)(model):
+        with attach_fused_head(make_per_token_fields)(chunked)(model):
             ours = mean_nll(model(**inputs, fused_lm_head=True))
         add_fused_lm_head(model)
         try:

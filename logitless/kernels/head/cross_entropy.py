@@ -290,7 +290,8 @@ def _put(x: Tensor, columns: Tensor, where: Tensor, values: Tensor) -> Tensor:
 
 
 def _store(out: Tensor, g: Tensor, slope: Tensor | float, supervised: Tensor) -> None:
-    """Multiply by the slope of the head transform and store; ignored rows become 0 even if they hold NaN."""
+    """Multiply by the slope of the head transform and store. The gradient of an ignored row is 0 even if its
+    logits are NaN."""
     if not (isinstance(slope, float) and slope == 1.0):
         g *= slope
     out.copy_(g.masked_fill_(~supervised[:, None], 0.0))

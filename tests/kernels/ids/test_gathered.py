@@ -115,36 +115,31 @@ def test_one_id_for_all_tokens_and_runs_of_every_length():
     assert_close(total, truth, 1e-6, name="d_weight")
 
 
-def test_columns_in_the_place_of_rows():
-    """Of a transposed head, say."""
-    hidden, weight, ids, g = operands(9, 4, 20, 8, torch.float32)
-    columns = [x.t().contiguous().t() for x in (hidden, weight)]
-    out = torch.empty(9, 4, device=DEVICE)
-    truth = gathered.gathered_logits(hidden, weight, ids, out).double()
-    assert_close(gathered.gathered_logits(*columns, ids, out), truth, 1e-6, name="logits")
-    truth = gathered.weighted_rows(weight, ids, g).double()
-    assert_close(gathered.weighted_rows(columns[1], ids, g), truth, 1e-6, name="d_hidden")
-    total, other = torch.zeros_like(weight), torch.zeros_like(columns[1])
-    gathered.add_rows(total, ids, g, hidden, first=True)
-    gathered.add_rows(other, ids, g, columns[0], first=True)
-    assert_close(other, total.double(), 1e-6, name="d_weight")
+LAYOUTS = {
+    # Hidden states and head are parts of wider matrices, and so is d_weight.
+    "wide": lambda x: torch.cat((x, x), 1)[:, 8:],
+    # As of a transposed head.
+    "columns": lambda x: x.t().contiguous().t(),
+}
 
 
-def test_layouts():
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(layout):
     hidden, weight, ids, g = operands(9, 4, 20, 8, torch.float32)
-    wide_h, wide_w = torch.cat((hidden, hidden), 1)[:, :8], torch.cat((weight, weight), 1)[:, 8:]
-    out = torch.empty(9, 4, device=DEVICE)
-    truth = gathered.gathered_logits(hidden, weight, ids, out).clone()
-    found = gathered.gathered_logits(wide_h, wide_w, strided(ids.to(torch.int32)), out)
+
+    def results(hidden, weight, ids, g, total):
+        logits = gathered.gathered_logits(hidden, weight, ids, torch.empty(9, 4, device=DEVICE))
+        gathered.add_rows(total, ids, g, hidden, first=True)
+        return {"logits": logits, "d_hidden": gathered.weighted_rows(weight, ids, g), "d_weight": total}
+
+    total = torch.empty(20, 8, device=DEVICE)
+    expected = results(hidden, weight, ids, g, total.clone())
+    found = results(layout(hidden), layout(weight), strided(ids), strided(g), layout(total))
     # Other alignments are summed in another order on a GPU.
-    assert_close(found, truth.double(), 1e-6, name="logits")
-    truth = gathered.weighted_rows(weight, ids, g)
-    found = gathered.weighted_rows(wide_w, strided(ids), strided(g))
-    assert_close(found, truth.double(), 1e-6, name="rows")
-    plain, other = torch.empty(20, 8, device=DEVICE), torch.empty(20, 16, device=DEVICE)[:, 3:11]
-    gathered.add_rows(plain, ids, g, hidden, first=True)
-    gathered.add_rows(other, strided(ids), strided(g), wide_h, first=True)
-    assert_close(other, plain.double(), 1e-6, name="d_weight")
+    for name, x in found.items():
+        assert_close(x, expected[name].double(), 1e-6, name=name)
+    logits = gathered.gathered_logits(hidden, weight, ids.to(torch.int32), torch.empty(9, 4, device=DEVICE))
+    assert_close(logits, expected["logits"].double(), 1e-6, name="logits of int32 ids")
 
 
 def test_without_rows():
