@@ -130,7 +130,7 @@ MORE_MEMORY = Derived(
 CLAIMS = (
     Claim(
         README,
-        "cross-entropy with gradients takes {} GiB and {} ms on one H200; PyTorch with full logits takes "
+        "cross-entropy with gradients takes {} GiB and {} ms on one H100; PyTorch with full logits takes "
         "{} GiB and {} ms",
         (
             *(

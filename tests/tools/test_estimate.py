@@ -308,7 +308,7 @@ REFUSED = {
     "sequences": (DPOLoss(), {"sequences": 3}, "tokens: expected a multiple of 3 sequences"),
     "pairs": (DPOLoss(), {"sequences": 11}, "hidden: expected a multiple of 2 sequences"),
     "both": (DPOLoss(), {"sequences": 2, "cu_seqlens": torch.tensor([0, 44])}, "sequences: expected None"),
-    "no heads": (MedusaLoss(), {}, "heads: expected how many"),
+    "no heads": (MedusaLoss(), {}, "heads: expected the number"),
     "heads": (CrossEntropyLoss(), {"heads": 2}, "heads: expected None for one head"),
     "two teachers": (JSDLoss(), {"teacher_topk": 2, **TEACHER}, "teacher_topk: expected None"),
     "no teacher": (CrossEntropyLoss(), TEACHER, "inputs: expected keywords of CrossEntropyLoss"),
