@@ -7,11 +7,9 @@ import torch
 import typer
 
 from benchmarks import (
-    activation_arithmetic,
     activation_budgets,
     compare_trees,
     fsdp,
-    head_speed,
     layers,
     model_commands,
     numbers,
@@ -530,11 +528,9 @@ def plot(
         )
     runs = {name: [pair] for name, pair in found.items()}
     documents = {name: document for name, (_, document) in found.items()}
-    for name in {"preference", "policy", "distillation"} & documents.keys():
-        documents[name], later = head_speed.with_ours(documents[name], results)
-        runs[name] += later
-    for name, (path, document) in head_speed.cross_entropy(found.get("ce"), results).items():
-        documents[name], runs[name] = document, [(path, document)]
+    if "ce" in documents:
+        for name, document in cross_entropy.by_table(documents["ce"]).items():
+            documents[name], runs[name] = document, [found["ce"]]
     tables = {
         (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, *runs[name]))
         for name, document in documents.items()
@@ -551,10 +547,6 @@ def plot(
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
-    whole_steps = [document for _, document in every("step", results)]
-    if operators and activation_arithmetic.steps_of(whole_steps):
-        body = activation_arithmetic.table(whole_steps, documents["layers"])
-        tables[root / "docs" / "activations.md", "activations"] = body
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)

@@ -52,7 +52,7 @@ TARGETS = {
 }
 SHAPES = tuple(TARGETS)
 # Measured without a target: a shape that users of TRL ask about, and batches of few tokens.
-LARGE_TOKENS = 8192
+LARGE = 8192
 MEASURED = (
     *SHAPES,
     Shape(8192, 4096, 151936),
@@ -149,3 +149,13 @@ def goals(shape: Shape) -> dict[str, Goal]:
 
 
 CE = Objective(MEASURED, QUICK_SHAPES, Shape.parse, PEERS, problem, goals)
+
+
+def by_table(document: dict) -> dict[str, dict]:
+    """The document's shapes by the table that shows them: large batches, few tokens, ignored labels."""
+    sections: dict[str, list[dict]] = {"ce": [], "ce-few": [], "ce-ignored": []}
+    for section in document["sections"]:
+        shape = section["shape"]
+        name = "ce-ignored" if shape["ignored"] else "ce" if shape["N"] >= LARGE else "ce-few"
+        sections[name].append(section)
+    return {name: document | {"sections": found} for name, found in sections.items() if found}

@@ -6,9 +6,6 @@ number in a sentence is rounded as it is printed.
 
 from collections.abc import Callable
 
-import torch
-
-from benchmarks.head_speed import NAME, RUNS
 from benchmarks.measure import LOSS_LIMIT
 from benchmarks.numbers import Claim, Derived, Result, Source, document
 from benchmarks.report import GIB
@@ -17,9 +14,9 @@ README = "README.md"
 BENCHMARKS = "docs/benchmarks.md"
 INDEX = "docs/index.md"
 WHY = "docs/why.md"
-STEPS = "2026-11-22/trl-h200.json"
-SAMPLER = "2026-11-24/sampler-h200.json"
-SPECULATORS = "2026-11-24/speculators-h200.json"
+STEPS = "trl.json"
+SAMPLER = "sampler-h200.json"
+SPECULATORS = "speculators.json"
 
 
 def row(file: str, section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
@@ -27,17 +24,14 @@ def row(file: str, section: int, name: str, key: str = "ratio", unit: float = 1.
     return Result(file, ("sections", section, "rows", name, key), unit)
 
 
-def latest(
-    section: int, name: str, key: str = "ratio", unit: float = 1.0, of: str = "cross-entropy"
-) -> Result:
-    """A number of the latest runs of the head's losses; those of preferences are in the older of the two."""
-    run = RUNS[of == "preference"]
-    return Result(NAME, (run, of, section, "rows", name, key), unit)
+def ce(section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
+    """A number of cross-entropy."""
+    return row("ce.json", section, name, key, unit)
 
 
 def extremes(name: str, key: str, sections: tuple[int, ...], unit: float = 1.0) -> tuple[Derived, Derived]:
     """The least and the most of one implementation of cross-entropy over shapes."""
-    sources = tuple(latest(section, name, key, unit) for section in sections)
+    sources = tuple(ce(section, name, key, unit) for section in sections)
     return (
         Derived("the least", lambda *values: min(values), sources),
         Derived("the most", lambda *values: max(values), sources),
@@ -65,7 +59,7 @@ def shorter(file: str, section: int, stock: str, ours: str) -> Derived:
 
 def over_target(of: str, section: int) -> Derived:
     """By how many percent our ratio is above its target."""
-    sources = tuple(row(f"{of}-h200.json", section, "logitless", key) for key in ("ratio", "target"))
+    sources = tuple(row(f"{of}.json", section, "logitless", key) for key in ("ratio", "target"))
     return Derived("100 (ratio / target - 1)", lambda ratio, target: 100 * (ratio / target - 1), sources)
 
 
@@ -113,25 +107,16 @@ LARGE, LARGE_CARD, SMALLER, CPU = (
     stated(1, BUDGET),
     stated(256, BUDGET),
 )
-# The default in the results of 2026-11-21 and 2026-11-22, as their rows say.
-BUDGETS = [
-    Result(file, ("sections", 0, "rows", "logitless", "budget_bytes"), GIB)
-    for file in ("distillation-length-h200.json", "2026-11-22/distillation-h200.json")
-]
+# The default when the files of lengths were measured.
+EARLIER = Result("distillation-length-h200.json", ("sections", 0, "rows", "logitless", "budget_bytes"), GIB)
 ON_CPU = ratio(ms("ce-cpu.json", 0, "logitless"), ms("ce-cpu.json", 0, "eager, fp32 upcast"))
-BUDGET_STEPS = "2026-11-24/step-budget-h200.json"
+BUDGET_STEPS = "step-budget.json"
 STEP_OF = {
-    name: ms("step-h200.json", 0, name)
-    for name in ("stock", "our loss", "our layers", "our loss + our layers")
+    name: ms("step.json", 0, name) for name in ("stock", "our loss", "our layers", "our loss + our layers")
 }
-BY_TURNS = Derived(
-    "100 (1 - the median of the ratios)",
-    lambda *ratios: 100 * (1 - float(torch.tensor(ratios, dtype=torch.float64).quantile(0.5))),
-    tuple(Result("2026-11-22/trl-dpo-step-by-step.json", ("sections", 0, "ratios", i)) for i in range(4)),
-)
-# Shapes of cross-entropy in the newer of the latest runs: with 8,192 tokens and more, and with 2,048.
-MANY_TOKENS, FEW = (0, 1, 2, 3, 6), 5
-TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(7)), unit=0.01)
+# Shapes of cross-entropy: with 8,192 tokens and more, and with 2,048.
+MANY_TOKENS, FEW = (0, 1, 2, 3), 6
+TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(8)), unit=0.01)
 FSDP = [shorter("fsdp-h200x2.json", place, "stock", "our loss + our layers") for place in (0, 1)]
 
 AGAINST_FP64 = "tests/layers/test_fuse_layers.py: test_the_error_against_fp64_is_that_of_the_stock_models"
@@ -145,11 +130,11 @@ MORE_MEMORY = Derived(
 CLAIMS = (
     Claim(
         README,
-        "cross-entropy with gradients takes {} GiB and {} ms on one H200; PyTorch with full logits takes "
+        "cross-entropy with gradients takes {} GiB and {} ms on one H100; PyTorch with full logits takes "
         "{} GiB and {} ms",
         (
             *(
-                latest(1, name, key, unit)
+                ce(1, name, key, unit)
                 for name in ("logitless", "eager, fp32 upcast")
                 for key, unit in (("peak_bytes", GIB), ("ms", 1.0))
             ),
@@ -160,6 +145,11 @@ CLAIMS = (
         "takes {} ms with TRL alone, {} ms with our loss, {} ms with our layers and {} ms with both",
         tuple(STEP_OF.values()),
     ),
+    Claim(
+        README,
+        "torch.compile of the layers takes it to {} ms, and to {} ms with our loss",
+        (ms("step.json", 0, "compiled layers"), ms("step.json", 0, "our loss + compiled layers")),
+    ),
     *(
         Claim(INDEX, f"| {step} | {{}} ms |", (source,))
         for step, source in zip(
@@ -168,11 +158,11 @@ CLAIMS = (
             strict=True,
         )
     ),
-    Claim(INDEX, "| with Liger's layers | {} ms |", (ms("step-h200.json", 0, "Liger's layers"),)),
+    Claim(INDEX, "| with Liger's layers | {} ms |", (ms("step.json", 0, "Liger's layers"),)),
     Claim(
         INDEX,
         "| with compiled layers (torch.compile) | {} ms |",
-        (ms("step-h200.json", 0, "compiled layers"),),
+        (ms("step.json", 0, "compiled layers"),),
     ),
     *(
         Claim(
@@ -188,8 +178,6 @@ CLAIMS = (
             ("everything", "our loss + our layers, 100%"),
         )
     ),
-    Claim("docs/recipes.md", "(both flags: {} ms in the table of", (STEP_OF["our loss + our layers"],)),
-    Claim("docs/recipes.md", "{} ms here)", (ms("recipes-h200.json", 0, "both flags"),)),
     Claim(README, "is {}% shorter for SFT and {}% for DPO", tuple(FSDP)),
     Claim(README, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
     Claim(
@@ -205,12 +193,12 @@ CLAIMS = (
     Claim(
         WHY,
         "takes {} times the products and ours {}",
-        (latest(3, "QuACK"), latest(3, "logitless")),
+        (ce(3, "QuACK", "hot_ratio"), ce(3, "logitless", "hot_ratio")),
     ),
     Claim(
         WHY,
         "it takes {} times its matrix products, the compiled loss {}",
-        (latest(FEW, "logitless"), latest(FEW, "torch.compile")),
+        (ce(FEW, "logitless"), ce(FEW, "torch.compile")),
     ),
     Claim(BENCHMARKS, "its loss is off by {} to {}%", TORCH_OFF),
     Claim(WHY, "Its loss is off by {} to {}%", TORCH_OFF),
@@ -220,7 +208,7 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "cross-entropy of logitless takes {} to {} times the products at the five shapes with 8,192 tokens "
+        "cross-entropy of logitless takes {} to {} times the products at the four shapes with 8,192 tokens "
         "and more, QuACK {} to {} at the three of them that it runs, and torch.compile of full logits {} to "
         "{}",
         (
@@ -231,22 +219,13 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "its chunks were of {} GiB ({} GiB now)",
-        (
-            stated(1, "logits_budget's default at that time"),
-            LARGE,
-        ),
-    ),
-    Claim(
-        BENCHMARKS,
         "a step of a 0.6B model is {}% shorter for SFT, {}% for ORPO and {}% for DPO",
         tuple(shorter(STEPS, place, "TRL", "logitless") for place in (1, 3, 5)),
     ),
-    Claim(BENCHMARKS, "DPO's step is {}% shorter with the flag", (BY_TURNS,)),
     Claim(
         BENCHMARKS,
         "With Liger's layers in place of ours, SFT takes {} ms",
-        (ms("2026-11-22/fsdp-liger-h200x2.json", 0, "Liger's layers"),),
+        (ms("fsdp-liger-h200x2.json", 0, "Liger's layers"),),
     ),
     Claim(
         BENCHMARKS,
@@ -269,28 +248,20 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "with H 2,048 it takes {} times its products (target {}), with V 256,000 {} ({})",
+        "with H 2,048 it takes {} times its products (target {}), with V 256,000 {} ({}), with H 1,024 {} "
+        "({})",
         tuple(
             source
-            for place in (1, 2)
-            for source in (latest(place, "logitless"), row("ce-h200.json", place, "logitless", "target"))
+            for place in (1, 2, 3)
+            for source in (ce(place, "logitless"), row("ce.json", place, "logitless", "target"))
         ),
     ),
     Claim(
         BENCHMARKS,
-        "DPO misses by {}%, with a frozen head by {}%, and the JSD by {}%",
-        (over_target("preference", 2), over_target("preference", 3), over_target("distillation", 0)),
+        "ORPO misses by {}%, DPO by {}%, with a frozen head by {}%, and the JSD by {}%",
+        (*(over_target("preference", place) for place in (0, 2, 3)), over_target("distillation", 0)),
     ),
     Claim(BENCHMARKS, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
-    Claim(
-        BENCHMARKS,
-        "chunks of {} GiB on GPUs of {} GiB and more, {} GiB before",
-        (
-            LARGE,
-            LARGE_CARD,
-            stated(1, "logits_budget's default at that time"),
-        ),
-    ),
     Claim(
         "docs/choosing.md",
         "Default: {} GiB on GPUs of {} GiB and more; on smaller GPUs 1/32 of the memory, at most {} GiB; "
@@ -309,34 +280,20 @@ CLAIMS = (
     ),
     Claim(
         "docs/trl.md",
-        "the peak memory falls from {} to {} GiB",
-        (peak("trl-h200.json", 7, "TRL"), peak("trl-h200.json", 7)),
-    ),
-    Claim(
-        "docs/trl.md",
         "from {} to {} GiB in a step with 16,384 tokens and a budget of {} GiB",
-        (peak(STEPS, 3, "TRL"), peak(STEPS, 3), BUDGETS[1]),
+        (peak(STEPS, 3, "TRL"), peak(STEPS, 3), LARGE),
     ),
-    Claim(
-        BENCHMARKS,
-        "{} GiB in results of 2026-11-21, {} GiB on 2026-11-22, {} GiB today",
-        (*BUDGETS, LARGE),
-    ),
+    Claim(BENCHMARKS, "{} GiB in results of 2026-11-21, {} GiB in the others", (EARLIER, LARGE)),
     Claim(
         BENCHMARKS,
         "takes {} GiB beyond its gradients here, where the budget is {} GiB, and {} GiB in the table of two "
         "GPUs, where it is {} GiB",
         (
             beyond("distillation-length-h200.json", 0),
-            BUDGETS[0],
-            row("tensor-parallel-h200x2.json", 3, "one GPU", "beyond_gradients_bytes", GIB),
+            EARLIER,
+            row("tensor-parallel.json", 3, "one GPU", "beyond_gradients_bytes", GIB),
             LARGE,
         ),
-    ),
-    Claim(
-        BENCHMARKS,
-        "a default budget of {} GiB in the place of {} GiB",
-        (LARGE, BUDGETS[1]),
     ),
     Claim("docs/trl.md", "take up to {} GiB more", (MORE_MEMORY,)),
     Claim(
@@ -359,11 +316,6 @@ CLAIMS = (
         "docs/design.md",
         "This costs {}-{}% (chunks of 4,096 rows) or {}-{}% (2,048)",
         (*between(sum_costs, 4096), *between(sum_costs, 2048)),
-    ),
-    Claim(
-        "docs/design.md",
-        "({} times the products' time in the place of {})",
-        (row("2026-11-23/ce-at-once.json", 0, "logitless"), row("ce-h200.json", 0, "logitless")),
     ),
     Claim(
         "docs/howto/speculators.md",

@@ -47,21 +47,21 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
             )
     elif "rope" in operator.name:
         normalized = operator.name.startswith("qk") and direction == "backward"
-        tile = rope_triton.tile
+        launch_constants = rope_triton.launch_constants
 
         def with_warps(warps):
-            return lambda *args: {**tile(*args), "num_warps": warps}
+            return lambda *args: {**launch_constants(*args), "num_warps": warps}
 
         for warps, programs, stages in product(
             (1, 2, 4, 8), (1, 2, 4, 8) if normalized else (0,), (1, 2, 3) if normalized else (0,)
         ):
-            patches = [patch(rope_triton, "tile", with_warps(warps))]
+            patches = [patch(rope_triton, "launch_constants", with_warps(warps))]
             if normalized:
                 own = {
                     "SHORT_WARPS": warps,
                     "LONG_WARPS": warps,
-                    "programs": lambda _, n=programs: n,
-                    "stages": lambda _, n=stages: n,
+                    "programs_per_multiprocessor": lambda _, n=programs: n,
+                    "choose_num_stages": lambda _, n=stages: n,
                 }
                 patches = [patch(qk_norm_rope_triton, name, value) for name, value in own.items()]
             yield f"warps {warps}" + (f" programs {programs} stages {stages}" if normalized else ""), patches
@@ -78,11 +78,12 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
                         [patch(norm_triton, "forward_tile", lambda _, t=tile: t)],
                     )
         else:
-            block, rest = norm_triton.parts(columns)
-            width, ours = block + rest, norm_triton.backward_tile(columns, 4)[0]
+            block, rest = norm_triton.split_columns(columns)
+            width = block + rest
+            current_tile, _ = norm_triton.backward_tile(columns, 4)
             rows = [r for r in (1, 2, 4, 8, 16) if 1024 <= r * block <= max(4096, block)]
             for r, warps, stages, programs in product(rows, (1, 2, 4, 8, 16, 32), (1, 3, 4), (1, 2, 3, 4, 8)):
-                tile = ours | {"ROWS": r, "num_warps": warps, "STAGES": stages}
+                tile = current_tile | {"ROWS": r, "num_warps": warps, "STAGES": stages}
                 if 8 <= r * width / (32 * warps) <= 40 and 4 <= warps * programs <= 32:
                     label = f"rows {r} warps {warps} stages {stages} programs {programs}"
                     yield label, [patch(norm_triton, "backward_tile", lambda *_, t=tile, p=programs: (t, p))]

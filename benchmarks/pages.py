@@ -76,5 +76,5 @@ def caption(document: dict, source: str) -> str:
         f"with its defaults. "
         f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
-        f"L2.{document.get('note', '')}\n\n{source}"
+        f"L2.\n\n{source}"
     )

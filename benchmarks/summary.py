@@ -54,8 +54,7 @@ def losses(documents: dict[str, dict]) -> str:
     caption = (
         f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head. Peak memory "
         "beyond the inputs, gradients included. Where a library has several implementations, the fastest is "
-        "shown. Except for cross-entropy, the column of logitless was measured a day after the others. "
-        "Versions, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+        "shown. Versions, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
     )
     return f"{_table(body, ['loss', *COLUMNS])}\n\n{caption}"
 

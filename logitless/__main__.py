@@ -22,7 +22,7 @@ import logitless
 from logitless.errors import value_error
 from logitless.losses.base import LinearLoss
 from logitless.tools.cards import CARDS
-from logitless.tools.doctor import examine
+from logitless.tools.doctor import run_doctor
 from logitless.tools.samples import Samples
 
 BASES = ("LogitsLoss", "TokenLoss")
@@ -109,7 +109,7 @@ def _add_activations(commands: argparse._SubParsersAction) -> None:
     made.add_argument("--device", help=where)
     frozen = "the layers' weights get no gradient, as the base of an adapter"
     made.add_argument("--frozen", action="store_true", help=frozen)
-    stock = "leave out the fused layers; the cheap level is closed then"
+    stock = "run the model without fused layers; the level cheap is then unavailable"
     made.add_argument("--stock-layers", action="store_true", help=stock)
 
 
@@ -166,7 +166,7 @@ def _check(options: dict[str, object]) -> int:
     loss = _loss_class(options["loss"])(**dict(options["set"]))
     device = torch.device(options["device"])
     if options["tensors"] is None:
-        call = Samples(device, getattr(torch, options["dtype"])).call(loss)
+        call = Samples(device, getattr(torch, options["dtype"])).draw_arguments(loss)
     else:
         call = torch.load(options["tensors"], map_location=device, weights_only=True)
         for name in TRAINED:
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(commands.parse_args(arguments))
     command = options.pop("command")
     if command == "doctor":
-        return examine()
+        return run_doctor()
     try:
         return RUNS[command](options)
     except (TypeError, ValueError, RuntimeError, OSError, ImportError) as error:

@@ -1,13 +1,14 @@
-"""The fused layers of a model: norms, rotary embeddings, gated activations and residual additions.
+"""Fused operators for the layers of a model: norms, rotary embeddings, gates and residual additions.
 
 `norm`, `rope` and `gated` are the operators: launcher and PyTorch twin, with the Triton kernels in
-`*_triton.py`. `source`, `bodies`, `statements` and `rewrite` recognize in a model's source what an operator
-computes; `fuse` and `fused_forwards` put the operator there. Users call the operators from here and
-`fuse_layers` from `logitless.models`; `models` and trainers call both, the losses neither.
+`*_triton.py`. `source`, `bodies`, `statements` and `rewrite` recognize the modules and statements of a model
+that compute the same as an operator; `fuse` and `fused_forwards` replace them by the operator. Users call the
+operators from here and `fuse_layers` from `logitless.models`. `models` and the trainers use the operators and
+`fuse_layers`; the losses use neither.
 """
 
-# At once and not when they are asked for: `rope` and `gated` are modules too, and would otherwise be one or
-# the other, depending on what was imported before. No Triton comes with them.
+# Imported eagerly: `rope` and `gated` are also names of submodules, so a lazy attribute would be the function
+# or the module, depending on earlier imports. These imports do not load Triton.
 from logitless.layers.gated import gated
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from logitless.layers.rope import qk_norm_rope, rope

@@ -1,8 +1,8 @@
-"""The norms, rotations and activations that can be fused, recognized by their source and a trial run.
+"""The norms, rotations and activations that can be fused, recognized by their source and by a test run.
 
-The tables hold fingerprints of forward passes (`python -m logitless.layers.bodies CLASS` prints one), so a
-forward pass that transformers changes is not fused until its fingerprint is added. Whenever a model is fused,
-each module is also run on a few random values and compared with the operator of its table entry.
+The tables have fingerprints of forward passes (`python -m logitless.layers.bodies CLASS` prints one). If
+transformers changes a forward pass, it is not fused until its new fingerprint is added. Whenever a model is
+fused, each module is also run on a few random values and compared with the operator of its table entry.
 """
 
 import ast
@@ -17,30 +17,41 @@ import torch
 from torch import Tensor, nn
 
 from logitless.layers import gated, layer_norm, rms_norm, rope
-from logitless.layers.source import Unknown, fingerprint, forward_of, tree_of
+from logitless.layers.source import UnrecognizedSource, fingerprint, forward_of, tree_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Norm(NamedTuple):
-    """A known forward pass of a norm: the operator's rounding, and the attribute that holds eps."""
+    """Table entry of a norm's forward pass.
+
+    Attributes:
+        rounding: `rounding` of the operator.
+        eps: name of the module's attribute that holds eps.
+        center: whether the norm subtracts the mean (LayerNorm).
+    """
 
     rounding: str
     eps: str = "variance_epsilon"
-    center: bool = False  # LayerNorm
+    center: bool = False
 
 
 class Rotation(NamedTuple):
-    """A known function (q, k, cos, sin) -> (q, k)."""
+    """Table entry of a function (q, k, cos, sin) -> (q, k).
+
+    Attributes:
+        interleaved: whether a pair is two neighbouring elements.
+        angle_layout: "each": cos and sin have one element for each element of a head; "pairs": one for each
+            pair; "first half": one for each element, of which only the first half is used, one for each pair.
+        keeps_dtype: whether the result has q's dtype, rather than the wider dtype of q and cos.
+    """
 
     interleaved: bool = False
-    # "each": one angle for each number of a head; "pairs": one for each pair; "first half": what is used of
-    # "each" are the numbers of the first half, one for each pair.
-    angles: str = "each"
-    keeps_dtype: bool = False  # else the result has the wider dtype of q and cos
+    angle_layout: str = "each"
+    keeps_dtype: bool = False
 
 
-# The comments name one class or function of each body.
+# Fingerprint -> table entry. The comments name one class or model with this forward pass.
 NORMS = {
     "9635bcd843f3": Norm("llama"),  # LlamaRMSNorm
     "e5559c7750c3": Norm("gemma", "eps"),  # GemmaRMSNorm
@@ -62,12 +73,12 @@ ROTATIONS = {
     "435374cf95e8": Rotation(interleaved=True, keeps_dtype=True),  # cohere
     "ba4a324e86c7": Rotation(interleaved=True),  # glm4v
     "7e19d47c1006": Rotation(interleaved=True),  # blt
-    "1f68d6dacce5": Rotation(interleaved=True, angles="first half"),  # glm
-    "d3941637ba61": Rotation(interleaved=True, angles="first half"),  # helium
-    "164cd7b7f972": Rotation(interleaved=True, angles="first half", keeps_dtype=True),  # ernie4_5
-    "5678c8a3983c": Rotation(angles="pairs"),  # gpt_oss
+    "1f68d6dacce5": Rotation(interleaved=True, angle_layout="first half"),  # glm
+    "d3941637ba61": Rotation(interleaved=True, angle_layout="first half"),  # helium
+    "164cd7b7f972": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True),  # ernie4_5
+    "5678c8a3983c": Rotation(angle_layout="pairs"),  # gpt_oss
 }
-# Classes of activations, by where they are defined.
+# (module, class) of an activation -> name of the operator's activation.
 ACTIVATION_CLASSES: dict[tuple[str, str], str] = {
     ("torch.nn.modules.activation", "SiLU"): "silu",
     ("transformers.activations", "SiLUActivation"): "silu",
@@ -80,48 +91,55 @@ ACTIVATION_CLASSES: dict[tuple[str, str], str] = {
 
 
 def norm_of(module: nn.Module) -> Norm | None:
-    """The body of a norm; None if this is no norm that we know.
+    """Return the table entry of a norm; None if its forward pass is not in the table.
 
     Raises:
-        Unknown: it is one, but does something else than that body, or its forward pass cannot be told.
+        UnrecognizedSource: the results differ from those of the operator, or the source is not available.
     """
     function = forward_of(module)
     norm = NORMS.get(_fingerprint(function, type(module)))
     if norm is None:
         return None
     weight = getattr(module, "weight", None)
-    # A parameter that ZeRO-3 has partitioned is empty, and keeps its shape here.
+    # A parameter that ZeRO-3 has partitioned is empty; `ds_shape` is its original shape.
     shape = getattr(weight, "ds_shape", None if weight is None else weight.shape)
     if shape is not None and len(shape) != 1:
-        raise Unknown(f"its weight has {len(shape)} dimensions")
+        raise UnrecognizedSource(f"its weight has {len(shape)} dimensions")
     if not _norm_agrees(module, function, norm, weighted=weight is not None):
-        raise Unknown("it computes something else than its source says")
+        raise UnrecognizedSource("its results differ from those of its table entry")
     return norm
 
 
 def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rotation]], list[str]]:
-    """(the known rotations that a forward pass calls, by the name in its source; names of unknown ones)."""
-    known = {}
-    unknown = []
+    """Return the rotations that a forward pass calls.
+
+    Returns:
+        (name in the source -> (function, table entry); names of rotations that are not in the table).
+    """
+    rotations = {}
+    unrecognized = []
     for name in _called_rotations(function):
         value = function.__globals__.get(name)
-        inner = _function_in(value)
-        rotation = rotation_of(inner) if inner is not None else None
+        rotation_function = _unwrap_kernel_module(value)
+        rotation = rotation_of(rotation_function) if rotation_function is not None else None
         if rotation is not None:
-            known[name] = value, rotation
+            rotations[name] = value, rotation
         else:
-            unknown.append(name)
-    return known, unknown
+            unrecognized.append(name)
+    return rotations, unrecognized
 
 
 @functools.cache
 def _called_rotations(function: FunctionType) -> tuple[str, ...]:
+    """Return the names of the called functions whose name has "rot" in it."""
     calls = (node.func for node in ast.walk(tree_of(function)) if isinstance(node, ast.Call))
-    return tuple(dict.fromkeys(f.id for f in calls if isinstance(f, ast.Name) and "rot" in f.id))
+    return tuple(
+        dict.fromkeys(callee.id for callee in calls if isinstance(callee, ast.Name) and "rot" in callee.id)
+    )
 
 
-def _function_in(value: object) -> FunctionType | None:
-    """A function, or the one inside of the module that `kernels` makes of it, unless that runs another."""
+def _unwrap_kernel_module(value: object) -> FunctionType | None:
+    """Return the function that `value` is, or that a module of the package `kernels` wraps; else None."""
     if isinstance(value, nn.Module) and "forward" not in value.__dict__:
         forward = type(value).forward
         if isinstance(forward, FunctionType) and forward.__code__.co_freevars == ("func",):
@@ -131,29 +149,29 @@ def _function_in(value: object) -> FunctionType | None:
 
 @functools.cache
 def rotation_of(function: FunctionType) -> Rotation | None:
-    """The table entry of a rotation whose result agrees with the operator, else None."""
+    """Return the table entry of a rotation whose results agree with the operator, else None."""
     try:
         rotation = ROTATIONS.get(fingerprint(function))
-    except Unknown:
+    except UnrecognizedSource:
         return None
     return rotation if rotation is not None and _rotation_agrees(function, rotation) else None
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The name of an activation that `gated` has; None for any other module."""
-    kind = _activation_of_class(type(module))
-    if kind is None and type(module) is nn.GELU:
-        kind = "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
-    return kind
+    """Return the name of an activation of `gated`; None for any other module."""
+    activation = _activation_of_class(type(module))
+    if activation is None and type(module) is nn.GELU:
+        activation = "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
+    return activation
 
 
 def activation_agrees(module: nn.Module) -> bool:
-    """Whether the activation's results agree with the operator of the name that `activation_of` returns."""
+    """Whether the module's results agree with those of its `activation_of`."""
     x = torch.linspace(-20, 20, 81, device="cpu", dtype=FP32)
     with torch.no_grad():
-        stock = type(module).forward(module, x)
+        original = type(module).forward(module, x)
         return torch.allclose(
-            gated(x, torch.ones_like(x), activation=activation_of(module)), stock, atol=1e-5
+            gated(x, torch.ones_like(x), activation=activation_of(module)), original, atol=1e-5
         )
 
 
@@ -167,77 +185,83 @@ def _fingerprint(function: FunctionType, owner: type) -> str:
     return fingerprint(function, owner)
 
 
-def normalized(norm: Norm, module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
-    """Compute the norm by our operator."""
+def apply_norm(norm: Norm, module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Compute the norm by the fused operator."""
     eps = getattr(module, norm.eps)
     if norm.center:
         return layer_norm(x, weight, eps=eps)
     return rms_norm(x, weight, eps=eps, rounding=norm.rounding)
 
 
-def _random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    """Random values from a generator of their own; the process's generators do not advance."""
+def _random_tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
+    """Return random values from a separate generator; the global generators do not advance."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cpu", dtype=FP32).to(dtype)
 
 
 def _norm_agrees(module: nn.Module, function: Callable, norm: Norm, *, weighted: bool) -> bool:
-    """Whether the norm agrees with our operator on random rows and a random weight.
+    """Whether the norm's results agree with the operator on random rows, with a random weight.
 
-    The module's own weight may be all ones, on a GPU, or not loaded yet."""
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__.pop("weight", None)
+    The weight of the module itself is not used: it may be all ones, on a GPU, or not loaded yet.
+    """
+    probe = object.__new__(type(module))
+    probe.__dict__.update(module.__dict__)
+    probe.__dict__.pop("weight", None)
     for dtype in (FP32, BF16):
-        x = _random(8, 32, dtype=dtype)
-        weight = _random(32, dtype=dtype, seed=1) if weighted else None
-        twin.__dict__["_parameters"] = {} if weight is None else {"weight": weight}
+        x = _random_tensor(8, 32, dtype=dtype)
+        weight = _random_tensor(32, dtype=dtype, seed=1) if weighted else None
+        probe.__dict__["_parameters"] = {} if weight is None else {"weight": weight}
         try:
             with torch.no_grad():
-                ours = normalized(norm, module, x, weight)
-                stock = function(twin, x)
-        except Exception:  # whatever the module does with these rows, it is not what we know
+                fused = apply_norm(norm, module, x, weight)
+                original = function(probe, x)
+        except Exception:  # then its results do not agree
             return False
-        if ours.dtype != stock.dtype or not torch.allclose(ours.float(), stock.float(), rtol=1e-2, atol=1e-5):
+        if fused.dtype != original.dtype or not torch.allclose(
+            fused.float(), original.float(), rtol=1e-2, atol=1e-5
+        ):
             return False
-        # Another rounding gives other last digits in a third of the numbers.
-        if ((ours - stock).abs() > 1e-5).float().mean() > 0.05:
+        # With another rounding, about a third of the elements would differ in the last digits.
+        if ((fused - original).abs() > 1e-5).float().mean() > 0.05:
             return False
     return True
 
 
 def _rotation_agrees(function: Callable, rotation: Rotation) -> bool:
-    q = _random(2, 3, 5, 8)
-    k = _random(2, 1, 5, 8, seed=1)
-    width = 4 if rotation.angles == "pairs" else 8
-    cos, sin = _random(2, 5, width, seed=2), _random(2, 5, width, seed=3)
+    """Whether the function's results agree with the operator on random queries, keys and angles."""
+    q = _random_tensor(2, 3, 5, 8)
+    k = _random_tensor(2, 1, 5, 8, seed=1)
+    width = 4 if rotation.angle_layout == "pairs" else 8
+    cos, sin = _random_tensor(2, 5, width, seed=2), _random_tensor(2, 5, width, seed=3)
     try:
         with torch.no_grad():
-            ours = rotated(rotation, q, k, cos, sin)
-            stock = function(q, k, cos, sin)
-            return all(torch.allclose(*pair, atol=1e-5) for pair in zip(ours, stock, strict=True))
-    except Exception:  # as above
+            fused = apply_rotation(rotation, q, k, cos, sin)
+            original = function(q, k, cos, sin)
+            return all(torch.allclose(*pair, atol=1e-5) for pair in zip(fused, original, strict=True))
+    except Exception:  # then its results do not agree
         return False
 
 
-def angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(cos, sin, rotary_dim) as the operators take them."""
+def operator_angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Convert a model's cos and sin to the operators' arguments (cos, sin, rotary_dim)."""
     width = cos.shape[-1]
-    if rotation.angles == "pairs":
+    if rotation.angle_layout == "pairs":
         return cos, sin, 2 * width
-    if rotation.angles == "first half":
+    if rotation.angle_layout == "first half":
         return cos[..., : width // 2], sin[..., : width // 2], width
     return cos, sin, width
 
 
-def rotated(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the rotation by our operator."""
-    cos, sin, width = angles(rotation, cos, sin)
+def apply_rotation(
+    rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the rotation by the fused operator."""
+    cos, sin, width = operator_angles(rotation, cos, sin)
     return rope(q, k, cos, sin, rotary_dim=width, interleaved=rotation.interleaved)
 
 
 if __name__ == "__main__":
     for path in sys.argv[1:]:
-        place, _, name = path.rpartition(".")
-        found = getattr(import_module(place), name)
-        print(fingerprint(found.forward, found) if isinstance(found, type) else fingerprint(found), path)
+        module_name, _, name = path.rpartition(".")
+        target = getattr(import_module(module_name), name)
+        print(fingerprint(target.forward, target) if isinstance(target, type) else fingerprint(target), path)

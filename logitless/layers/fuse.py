@@ -22,13 +22,14 @@ from logitless.layers.bodies import (
 )
 from logitless.layers.fused_forwards import KEY
 from logitless.layers.rewrite import Rewritten, rewrite
-from logitless.layers.source import Unknown, forward_of
-from logitless.layers.statements import Known
+from logitless.layers.source import UnrecognizedSource, forward_of
+from logitless.layers.statements import FusibleNames
 
 logger = logging.getLogger(__name__)
 
-# Modules that one would expect to be fused: a report gives a reason for those that are not.
-EXPECTED = re.compile("Norm|MLP|Mlp|FeedForward|Attention|DecoderLayer|Experts")
+# Classes of modules for which a report has a reason if they are not fused.
+REPORTED_CLASSES = re.compile("Norm|MLP|Mlp|FeedForward|Attention|DecoderLayer|Experts")
+# Names in rewritten forward passes -> functions.
 HELPERS = {
     "_fused_add_norm": fused_forwards.add_norm,
     "_fused_norm_add": fused_forwards.norm_add,
@@ -38,48 +39,52 @@ HELPERS = {
 
 
 @dataclass
-class Report:
-    """What `fuse_layers` did, by the modules' names in the model; `str()` of it counts them by class."""
+class FusionReport:
+    """Result of `fuse_layers`; `str()` counts modules by class.
+
+    Attributes:
+        fused: name of a module -> descriptions of what was fused in it.
+        skipped: name of a module -> reason why it, or a part of it, was not fused.
+        classes: name of a module -> name of its class.
+    """
 
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
-        for title, entries in (("fused", self.fused), ("left as they are", self.left)):
+        for title, entries in (("fused", self.fused), ("not fused", self.skipped)):
             counts: Counter[tuple[str, str]] = Counter()
-            for name, what in entries.items():
-                for each in (what,) if isinstance(what, str) else what:
-                    counts[self.classes[name], each] += 1
+            for name, replaced in entries.items():
+                for part in (replaced,) if isinstance(replaced, str) else replaced:
+                    counts[self.classes[name], part] += 1
             lines.append(f"{title}:" if counts else f"{title}: none")
-            lines += [f"  {number} x {cls}: {what}" for (cls, what), number in counts.items()]
+            lines += [f"  {number} x {cls}: {replaced}" for (cls, replaced), number in counts.items()]
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """One line: the number of fused modules of each class, and of those left alone."""
+        """Return one line: the number of fused modules of each class, and of modules that are not fused."""
         counts = Counter(self.classes[module] for module in self.fused)
         parts = [f"{number} {cls}" for cls, number in counts.items()]
-        if self.left:
-            parts.append(f"{len(self.left)} left alone")
+        if self.skipped:
+            parts.append(f"{len(self.skipped)} not fused")
         return ", ".join(parts)
 
 
 @dataclass(frozen=True)
-class Fused:
-    """Handle of a fused model; calling it undoes the fusion.
+class FusionHandle:
+    """Handle of a fused model; calling it undoes the fusion. `report` lists what was fused, and what not."""
 
-    `report` says what was fused, and what was not and why."""
-
-    report: Report
-    _undos: tuple[Callable[[], None], ...] = field(repr=False)
+    report: FusionReport
+    _undo_functions: tuple[Callable[[], None], ...] = field(repr=False)
 
     def __call__(self) -> None:
-        for undo in self._undos:
+        for undo in self._undo_functions:
             undo()
 
 
-def fuse_layers(model: nn.Module) -> Fused:
+def fuse_layers(model: nn.Module) -> FusionHandle:
     """Fuse the elementwise operations between a model's matrix products: norms, rotary embeddings, gates.
 
     A residual addition is fused with the norm before or after it, the norms of queries and keys with their
@@ -88,16 +93,16 @@ def fuse_layers(model: nn.Module) -> Fused:
     changed; other models of its class are not.
 
     Args:
-        model: a model of transformers, or a module with layers like theirs; with PEFT adapters or without,
-            before or after FSDP2.
+        model: a model of transformers, or a module with such layers. It may have PEFT adapters, and may be
+            sharded by FSDP2 before or after.
 
     Returns:
-        A `Fused`. Calling it undoes the fusion. Its `report` lists the fused modules, and the others with the
-        reason.
+        A `FusionHandle`. Calling it undoes the fusion. Its `report` lists the fused modules, and the others
+        with the reason.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: nothing in the model is recognized, or it is fused already.
+        ValueError: nothing in the model can be fused, or it is fused already.
 
     Example:
 
@@ -108,88 +113,103 @@ def fuse_layers(model: nn.Module) -> Fused:
     """
     if not isinstance(model, nn.Module):
         raise type_error("model", "a module", type(model).__name__, "pass a model")
-    again = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
-    if again:
-        raise value_error("model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
-    report = Report()
-    undos = []
+    fused_modules = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
+    if fused_modules:
+        raise value_error(
+            "model", "one that is not fused", f"{len(fused_modules)} fused modules", "undo that first"
+        )
+    report = FusionReport()
+    undo_functions = []
     try:
-        for change in (_change_norm, _change_rest):
+        for fuse in (_fuse_norm, _fuse_other_layers):
             for name, module in model.named_modules():
                 if name not in report.fused:
-                    _attempt(change, name, module, report, undos)
+                    _try_fuse(fuse, name, module, report, undo_functions)
     except BaseException:
-        Fused(report, tuple(undos))()
+        FusionHandle(report, tuple(undo_functions))()
         raise
-    if not undos:
+    if not undo_functions:
         raise value_error(
             "model",
-            "norms, rotary embeddings or gated MLPs whose source is one of those that we know",
-            f"{type(model).__name__} with none ({_reasons(report)})",
-            "leave it as it is, or see docs/layers.md",
+            "norms, rotary embeddings or gated MLPs with a known source",
+            f"{type(model).__name__} with none ({_summarize_reasons(report)})",
+            "use the model without fuse_layers, or see docs/layers.md",
         )
     logger.info("%s: fuse_layers fused %s", type(model).__name__, report.summary())
-    return Fused(report, tuple(undos))
+    return FusionHandle(report, tuple(undo_functions))
 
 
-def _attempt(change: Callable, name: str, module: nn.Module, report: Report, undos: list) -> None:
+def _try_fuse(
+    fuse: Callable, name: str, module: nn.Module, report: FusionReport, undo_functions: list
+) -> None:
+    """Apply `fuse` (`_fuse_norm` or `_fuse_other_layers`) to a module, and record the result."""
     report.classes[name] = type(module).__name__
     try:
-        what, undo, unknown = change(module)
-    except Unknown as reason:
-        what = ()
+        replaced, undo, reason_for_rest = fuse(module)
+    except UnrecognizedSource as error:
+        replaced = ()
         undo = None
-        unknown = str(reason)
+        reason_for_rest = str(error)
     if undo is not None:
-        report.fused[name] = what
-        undos.append(undo)
-        report.left.pop(name, None)
-    if unknown and EXPECTED.search(type(module).__name__):
-        report.left[name] = unknown
+        report.fused[name] = replaced
+        undo_functions.append(undo)
+        report.skipped.pop(name, None)
+    if reason_for_rest and REPORTED_CLASSES.search(type(module).__name__):
+        report.skipped[name] = reason_for_rest
 
 
-def _change_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    """(what was fused in a module, the function that undoes it, what was not fused)."""
+def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
+    """Fuse a norm.
+
+    Returns:
+        (descriptions of what was fused, function that undoes it or None, reason why something was not fused).
+    """
     if type(module) is nn.LayerNorm:
-        return (), None, "torch's own is one kernel; an addition before it may be fused"
+        return (), None, "torch's LayerNorm is one kernel; an addition before it may be fused"
     body = norm_of(module)
     if body is None:
-        return (), None, "its source is none of those that we know"
-    return ("norm",), exchange(module, KEY, fused_forwards.norm, body), ""
+        return (), None, "its source is not known"
+    return ("norm",), exchange(module, KEY, fused_forwards.norm_forward, body), ""
 
 
-def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    # Not named_children, which has one name for a module that has two.
+def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
+    """Fuse the additions, norms, rotations and gates in a forward pass. Returns as `_fuse_norm`."""
+    # Not named_children, which omits the second name of a module.
     children = {name: child for name, child in module._modules.items() if child is not None}
     bodies = {name: fused_forwards.body_of(child) for name, child in children.items()}
     bodies = {name: body for name, body in bodies.items() if body is not None}
     activations = {name for name, child in children.items() if activation_of(child) is not None}
     activations = {name for name in activations if activation_agrees(children[name])}
     function = forward_of(module)
-    rotations, unknown = rotations_of(function)
-    reason = f"{', '.join(unknown)}: not one of those that we know" if unknown else ""
+    rotations, unrecognized = rotations_of(function)
+    reason = f"{', '.join(unrecognized)}: its source is not known" if unrecognized else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
-    known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
-    new = _rewritten(function, known, tuple(rotations.items())) if any(known) else None
-    if new is None:
+    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations)))
+    rewritten = _rewrite_cached(function, names, tuple(rotations.items())) if any(names) else None
+    if rewritten is None:
         # The report already names the norm.
         is_norm = "Norm" in type(module).__name__
-        return (), None, reason or ("" if is_norm else "no statements that we could fuse")
-    return new.replaced, exchange(module, KEY, fused_forwards.rewritten, new.function), reason
+        return (), None, reason or ("" if is_norm else "no statements that can be fused")
+    return (
+        rewritten.replaced,
+        exchange(module, KEY, fused_forwards.rewritten_forward, rewritten.function),
+        reason,
+    )
 
 
 @functools.cache
-def _rewritten(
-    function: FunctionType, known: Known, rotations: tuple[tuple[str, tuple[Callable, Rotation]], ...]
+def _rewrite_cached(
+    function: FunctionType, names: FusibleNames, rotations: tuple[tuple[str, tuple[Callable, Rotation]], ...]
 ) -> Rewritten | None:
-    """One new function serves all layers, and all models of the class."""
-    bound = {name: fused_forwards.Rotate(*value) for name, value in rotations}
-    return rewrite(function, known, HELPERS | bound)
+    """Rewrite a forward pass once for all modules with the same class and names."""
+    bindings = {name: fused_forwards.Rotate(*value) for name, value in rotations}
+    return rewrite(function, names, HELPERS | bindings)
 
 
-def _reasons(report: Report) -> str:
-    reasons = Counter((report.classes[name], why) for name, why in report.left.items())
+def _summarize_reasons(report: FusionReport) -> str:
+    """Return the three most frequent reasons as text."""
+    reasons = Counter((report.classes[name], reason) for name, reason in report.skipped.items())
     return (
-        "; ".join(f"{number} {cls}: {why}" for (cls, why), number in reasons.most_common(3))
+        "; ".join(f"{number} {cls}: {reason}" for (cls, reason), number in reasons.most_common(3))
         or "no candidates"
     )

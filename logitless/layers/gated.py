@@ -1,4 +1,4 @@
-"""The gate of an MLP: `act(a) * b`, with a the gate's projection and b the other one.
+"""The gate of an MLP: `act(a) * b`, with a the gate projection and b the up projection.
 
     silu         act(a) = a sigmoid(a)                                             SwiGLU
     gelu_tanh    act(a) = a/2 (1 + tanh(u)),  u = sqrt(2/pi) (a + 0.044715 a^3)    GeGLU
@@ -6,8 +6,8 @@
 
     d_a = d_out b act'(a)        d_b = d_out act(a)
 
-act(a) is computed in fp32 and rounded to a's dtype before it is multiplied, as a model does it in
-two steps. Saved are a and b alone; act is computed again in the backward pass.
+act(a) is computed in fp32 and rounded to a's dtype before the multiplication, as in a model's two steps. Only
+a and b are saved; act is recomputed in the backward pass.
 """
 
 import math
@@ -33,11 +33,11 @@ def gated(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """Gated activation `act(a) * b`, SwiGLU or GeGLU without the products around it.
+    """Gated activation `act(a) * b`: SwiGLU or GeGLU without the matrix products.
 
     Args:
-        a: the gate's projection `(..., I)`; without b both projections side by side, the gate first.
-        b: the other projection `(..., I)`, or None.
+        a: the gate projection `(..., I)`; without b, both projections concatenated, the gate first.
+        b: the up projection `(..., I)`, or None.
         activation: "silu", "gelu_tanh" or "gelu_erf" (torch's default gelu).
 
     Returns:
@@ -61,12 +61,12 @@ def _check(a: Tensor, b: Tensor | None, activation: str) -> None:
     check_floating(a=a)
     check_floating(optional=True, b=b)
     if a.dim() == 0:
-        raise ValueError("a: expected shape (..., I), got (); pass the gate's projection.")
+        raise ValueError("a: expected shape (..., I), got (); pass the gate projection.")
     if b is None:
         if a.shape[-1] % 2:
             raise ValueError(
                 f"a: expected an even last dimension without b, got {tuple(a.shape)}; "
-                "pass gate and other projection side by side, or the latter as b."
+                "pass both projections concatenated, or the up projection as b."
             )
         return
     if a.shape != b.shape:
@@ -125,8 +125,8 @@ def _forward_twin(a: Tensor, b: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](a) * b
 
 
-def _slope(a: Tensor, activation: str) -> Tensor:
-    """act'(a)."""
+def _activation_derivative(a: Tensor, activation: str) -> Tensor:
+    """Return act'(a)."""
     if activation == "silu":
         s = torch.sigmoid(a)
         return s * (1 + a * (1 - s))
@@ -139,11 +139,11 @@ def _slope(a: Tensor, activation: str) -> Tensor:
 
 
 def _backward_twin(d_out, a, b, activation, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """d_a and d_b, written into `out` where it is given."""
-    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    g = d_out.to(wide)
-    d_a = g * b.to(wide) * _slope(a.to(wide), activation)
-    d_b = g * ACTIVATIONS[activation](a).to(wide)
+    """Return d_a and d_b, written to `out` unless it is None."""
+    compute_dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    g = d_out.to(compute_dtype)
+    d_a = g * b.to(compute_dtype) * _activation_derivative(a.to(compute_dtype), activation)
+    d_b = g * ACTIVATIONS[activation](a).to(compute_dtype)
     if out is None:
         return d_a.to(a.dtype), d_b.to(b.dtype)
     out[0].copy_(d_a)

@@ -1,8 +1,8 @@
 """Triton kernels of `gated.py`: each tensor is read or written once.
 
-A program handles one block of one row. The halves of a packed tensor are two pointers with a row stride, and
-contiguous tensors are one long row. Blocks are on the grid's first dimension, the only one without a low
-limit.
+A program handles one block of one row. The halves of a packed tensor are passed as two pointers with a row
+stride; contiguous tensors are one long row. All blocks are on the grid's first dimension, which has the
+largest limit.
 """
 
 import torch
@@ -20,21 +20,21 @@ SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
 
 @triton.jit
 def activate(a, KIND: tl.constexpr):
-    """act(a) and act'(a); the compiler removes the one that a kernel does not use."""
+    """Return act(a) and act'(a); the compiler removes the one that a kernel does not use."""
     if KIND == SILU:
         s = tl.sigmoid(a)
         act = a * s
-        slope = s * (1.0 + a * (1.0 - s))
+        derivative = s * (1.0 + a * (1.0 - s))
     elif KIND == GELU_TANH:
         # 2 sqrt(2/pi), and that times 0.044715 and 3 * 0.044715
         s = tl.sigmoid(a * (1.5957691216057308 + 0.07135481282553 * a * a))
         act = a * s
-        slope = s + act * (1.0 - s) * (1.5957691216057308 + 0.21406443847660 * a * a)
+        derivative = s + act * (1.0 - s) * (1.5957691216057308 + 0.21406443847660 * a * a)
     else:
         cdf = 0.5 + 0.5 * tl.erf(0.7071067811865476 * a)
         act = a * cdf
-        slope = cdf + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
-    return act, slope
+        derivative = cdf + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+    return act, derivative
 
 
 @cached_launch
@@ -83,23 +83,26 @@ def gated_backward_kernel(
     g = tl.load(d_out_ptr + row * d_out_stride + col, mask=mask, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + row * a_stride + col, mask=mask, other=0.0)
     b = tl.load(b_ptr + row * b_stride + col, mask=mask, other=0.0).to(tl.float32)
-    act, slope = activate(a.to(tl.float32), KIND)
+    act, derivative = activate(a.to(tl.float32), KIND)
     d_b = g * act.to(a.dtype).to(tl.float32)
-    tl.store(d_a_ptr + row * d_stride + col, (g * b * slope).to(d_a_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_a_ptr + row * d_stride + col, (g * b * derivative).to(d_a_ptr.dtype.element_ty), mask=mask)
     tl.store(d_b_ptr + row * d_stride + col, d_b.to(d_b_ptr.dtype.element_ty), mask=mask)
 
 
-def _walk(*tensors: Tensor) -> tuple[int, int]:
-    """(rows, columns) of the launch: one long row if every tensor is contiguous, so that blocks are full."""
+def _launch_shape(*tensors: Tensor) -> tuple[int, int]:
+    """Return (rows, columns): one long row if all tensors are contiguous, so that blocks are full."""
     columns = tensors[0].shape[-1]
     elements = tensors[0].numel()
-    return (1, elements) if all(x.is_contiguous() for x in tensors) else (elements // columns, columns)
+    if all(x.is_contiguous() for x in tensors):
+        return 1, elements
+    return elements // columns, columns
 
 
 def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
     out = torch.empty_like(a, dtype=widest_dtype(a, b), memory_format=torch.contiguous_format)
-    rows, columns = _walk(a, b)
-    (a, a_stride), (b, b_stride) = as_rows(a), as_rows(b)
+    rows, columns = _launch_shape(a, b)
+    a, a_stride = as_rows(a)
+    b, b_stride = as_rows(b)
     gated_kernel[(rows * triton.cdiv(columns, BLOCK),)](
         a, b, out, a_stride, b_stride, columns, KIND=KINDS[activation], BLOCK=BLOCK, num_warps=WARPS
     )
@@ -107,11 +110,13 @@ def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
 
 
 def backward(d_out: Tensor, a: Tensor, b: Tensor, activation: str, out: tuple[Tensor, Tensor] | None):
-    """d_a and d_b, written into `out`, two halves of one tensor, where it is given."""
+    """Return d_a and d_b, written to `out` (two halves of one tensor) unless it is None."""
     if out is None:
         out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))
-    rows, columns = _walk(d_out, a, b, *out)
-    (d_out, d_out_stride), (a, a_stride), (b, b_stride) = as_rows(d_out), as_rows(a), as_rows(b)
+    rows, columns = _launch_shape(d_out, a, b, *out)
+    d_out, d_out_stride = as_rows(d_out)
+    a, a_stride = as_rows(a)
+    b, b_stride = as_rows(b)
     d_a, d_stride = as_rows(out[0])
     gated_backward_kernel[(rows * triton.cdiv(columns, BLOCK),)](
         d_out,

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, alone or in one pass with the residual addition before or after them.
+"""RMSNorm and LayerNorm, alone or fused with the residual addition before or after them.
 
     rms_norm        y = n(x)
     add_rms_norm    h = residual + multiplier * x,  y = n(h)     between two blocks; h is the residual stream
@@ -10,13 +10,13 @@ With z the normalized row, g = d_y * weight and s = 1 / sqrt(mean(h^2) + eps):
 
     d_h = s (g - z mean(g z)), LayerNorm: - s mean(g)            d_weight = sum over rows of d_y z
 
-Everything inside is fp32. `rounding` says where the result is rounded, as the models differ:
+All computations are in fp32. `rounding` is the place where the result is rounded, in which models differ:
 
     llama    z is rounded to h's dtype, then multiplied by weight: the result has the wider dtype of the two
     single   z * weight is rounded once, to h's dtype (OLMo 2, gpt-oss)
     gemma    z * (1 + weight) is rounded once, to h's dtype
 
-Saved for the backward pass are h (x where nothing is added) and one or two fp32 numbers a row.
+h (x if there is no addition) and one or two fp32 numbers per row are saved for the backward pass.
 """
 
 import functools
@@ -38,7 +38,7 @@ from logitless.kernels.operands import (
 from logitless.layers import recipes
 
 ROUNDINGS = ("llama", "single", "gemma")
-# A row is held in one program's registers. Wider rows use the twin, on any device.
+# A row is held in the registers of one program. Wider rows run the twin, on any device.
 MAX_COLUMNS = 32768
 
 
@@ -58,7 +58,7 @@ class NormConfig(NamedTuple):
         return widest_dtype(x, residual, weight if self.rounding == "llama" else None)
 
 
-class Wanted(NamedTuple):
+class GradientDtypes(NamedTuple):
     """Dtypes of the gradients that the backward pass computes; None for a gradient that is not needed."""
 
     x: torch.dtype
@@ -109,7 +109,7 @@ def add_rms_norm(
     """Residual addition and the RMSNorm after it: `h = residual + multiplier * x`, `y = rms_norm(h)`.
 
     Args:
-        x: `(..., H)`, what a block returned.
+        x: `(..., H)`, the output of a block.
         residual: `(..., H)`, the residual stream before that block; may be wider than x.
         weight: `(H,)` or None, as in `rms_norm`.
         eps: added to the mean square.
@@ -131,7 +131,7 @@ def rms_norm_add(
     eps: float = 1e-6,
     rounding: str = "llama",
 ) -> Tensor:
-    """RMSNorm of what a block returned, added to the residual stream: `residual + rms_norm(x)`.
+    """RMSNorm of a block's output, added to the residual stream: `residual + rms_norm(x)`.
 
     Arguments as in `add_rms_norm`. The sum is rounded once, to the wider dtype of residual and `rms_norm(x)`.
     """
@@ -151,7 +151,7 @@ def layer_norm(
     Args:
         bias: `(H,)` or None.
         eps: added to the variance.
-        out_dtype: dtype of y; None means that of what is normalized.
+        out_dtype: dtype of y; None means that of the normalized tensor.
 
     Other arguments as in `rms_norm`.
 
@@ -172,7 +172,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and the LayerNorm after it: `h = residual + multiplier * x`, `y = layer_norm(h)`.
 
-    The result is `(y, h)`, as of `add_rms_norm`. Arguments as in `layer_norm` and `add_rms_norm`.
+    Returns `(y, h)`, as `add_rms_norm` does. Arguments as in `layer_norm` and `add_rms_norm`.
     """
     return _normalize(
         x, residual, weight, bias, NormConfig(eps, "single", out_dtype, multiplier, "before", True)
@@ -182,7 +182,7 @@ def add_layer_norm(
 def _check(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, config: NormConfig
 ) -> None:
-    # Messages are built only when they are needed: this runs twice a decoder layer.
+    # Messages are built only if needed: this function runs twice per decoder layer.
     check_choice("rounding", config.rounding, ROUNDINGS)
     check_floating(x=x)
     check_floating(optional=config.added is None, residual=residual)
@@ -201,7 +201,7 @@ def _check(
 def _normalize(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, config: NormConfig
 ):
-    """y, or (y, h) where h is a sum."""
+    """Return y, or (y, h) if the residual is added before the norm."""
     _check(x, residual, weight, bias, config)
     if torch.compiler.is_compiling():
         # The compiler fuses plain PyTorch with neighbouring operators; an opaque operator would prevent that.
@@ -225,7 +225,7 @@ class _Norm(torch.autograd.Function):
         ctx.config = config
         collector = recipes.current()
         if collector is not None and config.added != "after":
-            make = functools.partial(_again, config._replace(out_dtype=y.dtype, added=None))
+            make = functools.partial(_recompute, config._replace(out_dtype=y.dtype, added=None))
             collector.add(ctx, (y,), make, (h, weight, bias, mean, rstd))
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         return (y, h) if config.added == "before" else y
@@ -238,10 +238,10 @@ class _Norm(torch.autograd.Function):
         if d_y is None:
             if d_h is None:
                 return None, None, None, None, None
-            # Of the two results only the sum was used.
+            # Only the sum h was used.
             return (config.multiplier * d_h).to(x_dtype), d_h.to(residual_dtype), None, None, None
         h, weight, mean, rstd = ctx.saved_tensors
-        wanted = Wanted(
+        gradient_dtypes = GradientDtypes(
             x_dtype,
             residual_dtype if config.added == "before" else None,
             weight_dtype if ctx.needs_input_grad[2] else None,
@@ -253,22 +253,22 @@ class _Norm(torch.autograd.Function):
             backward = norm_triton.backward
         else:
             backward = _backward_twin
-        d_x, d_residual, d_weight, d_bias = backward(d_y, d_h, h, weight, mean, rstd, config, wanted)
+        d_x, d_residual, d_weight, d_bias = backward(d_y, d_h, h, weight, mean, rstd, config, gradient_dtypes)
         if config.added == "after":
             d_residual = d_y.to(residual_dtype)
         return d_x, d_residual, d_weight, d_bias, None
 
 
-def _again(config: NormConfig, h, weight, bias, mean, rstd) -> tuple[Tensor]:
-    """y of a norm whose sums are known, without adding up the rows again."""
+def _recompute(config: NormConfig, h, weight, bias, mean, rstd) -> tuple[Tensor]:
+    """Compute y again from the saved mean and rstd of the rows."""
     if _runs_triton(h, weight, bias):
         from logitless.layers import norm_triton
 
         with on_device(h):
             return (norm_triton.forward(h, None, weight, bias, config, mean=mean, rstd=rstd)[0],)
-    wide = torch.promote_types(widest_dtype(h, weight, bias), torch.float32)
-    z = h.to(wide) - mean if config.center else h.to(wide)
-    return (_scaled(z * rstd, h, weight, bias, config, wide).to(config.out_dtype),)
+    compute_dtype = torch.promote_types(widest_dtype(h, weight, bias), torch.float32)
+    z = h.to(compute_dtype) - mean if config.center else h.to(compute_dtype)
+    return (_apply_weight(z * rstd, h, weight, bias, config, compute_dtype).to(config.out_dtype),)
 
 
 def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
@@ -276,48 +276,51 @@ def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _forward_twin(x, residual, weight, bias, config: NormConfig):
-    """y, h, and each row's mean (or None) and 1 / root mean square. Autograd can differentiate it."""
-    wide = torch.promote_types(widest_dtype(x, residual, weight, bias), torch.float32)
+    """Return y, h, and each row's mean (or None) and 1 / root mean square. Differentiable by autograd."""
+    compute_dtype = torch.promote_types(widest_dtype(x, residual, weight, bias), torch.float32)
     h = x
     if config.added == "before":
-        h = residual.to(wide) + config.multiplier * x.to(wide)
+        h = residual.to(compute_dtype) + config.multiplier * x.to(compute_dtype)
         h = h.to(torch.promote_types(x.dtype, residual.dtype))
-    z = h.to(wide)
+    z = h.to(compute_dtype)
     mean = None
     if config.center:
         mean = z.mean(-1, keepdim=True)
         z = z - mean
     rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + config.eps)
-    y = _scaled(z * rstd, h, weight, bias, config, wide)
+    y = _apply_weight(z * rstd, h, weight, bias, config, compute_dtype)
     if config.added == "after":
-        y = residual.to(wide) + y
+        y = residual.to(compute_dtype) + y
     return y.to(config.y_dtype(x, residual, weight)), h, mean, rstd
 
 
-def _scaled(y, h, weight, bias, config: NormConfig, wide: torch.dtype) -> Tensor:
-    """The normalized rows y times weight, plus bias."""
+def _apply_weight(y, h, weight, bias, config: NormConfig, compute_dtype: torch.dtype) -> Tensor:
+    """Multiply the normalized rows y by weight, and add bias."""
     if weight is not None:
         if config.rounding == "llama":
             y = y.to(h.dtype)
-        y = y.to(wide) * (weight.to(wide) + 1 if config.rounding == "gemma" else weight.to(wide))
-    return y if bias is None else y + bias.to(wide)
+        factor = weight.to(compute_dtype)
+        y = y.to(compute_dtype) * (factor + 1 if config.rounding == "gemma" else factor)
+    return y if bias is None else y + bias.to(compute_dtype)
 
 
-def _backward_twin(d_y, d_h, h, weight, mean, rstd, config: NormConfig, wanted: Wanted):
-    """Gradients of x, residual, weight and bias."""
-    wide = rstd.dtype
-    g = d_y.to(wide)
-    z = (h.to(wide) - mean if config.center else h.to(wide)) * rstd
+def _backward_twin(d_y, d_h, h, weight, mean, rstd, config: NormConfig, gradient_dtypes: GradientDtypes):
+    """Return the gradients of x, residual, weight and bias."""
+    compute_dtype = rstd.dtype
+    g = d_y.to(compute_dtype)
+    z = (h.to(compute_dtype) - mean if config.center else h.to(compute_dtype)) * rstd
     rows = tuple(range(g.dim() - 1))
-    d_bias = g.sum(rows).to(wanted.bias) if wanted.bias else None
-    d_weight = (g * z).sum(rows).to(wanted.weight) if wanted.weight else None
+    d_bias = g.sum(rows).to(gradient_dtypes.bias) if gradient_dtypes.bias else None
+    d_weight = (g * z).sum(rows).to(gradient_dtypes.weight) if gradient_dtypes.weight else None
     if weight is not None:
-        g = g * (weight.to(wide) + 1 if config.rounding == "gemma" else weight.to(wide))
+        factor = weight.to(compute_dtype)
+        g = g * (factor + 1 if config.rounding == "gemma" else factor)
     d = g - z * (g * z).mean(-1, keepdim=True)
     if config.center:
         d = d - g.mean(-1, keepdim=True)
     d = d * rstd
     if d_h is not None:
         d = d + d_h
-    d_x = (config.multiplier * d).to(wanted.x)
-    return d_x, d.to(wanted.residual) if wanted.residual else None, d_weight, d_bias
+    d_x = (config.multiplier * d).to(gradient_dtypes.x)
+    d_residual = d.to(gradient_dtypes.residual) if gradient_dtypes.residual else None
+    return d_x, d_residual, d_weight, d_bias

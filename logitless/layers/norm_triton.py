@@ -1,7 +1,7 @@
-"""Triton kernels of `norm.py`: each tensor is read or written once, with its rows in registers in between.
+"""Triton kernels of `norm.py`: each tensor is read or written once, and rows are kept in registers.
 
-Both are bound by memory traffic. A program handles ROWS whole rows at a time: several short rows, so that
-enough loads are in flight, and with few warps, so that the sum over a row rarely crosses warps.
+The kernels are bound by memory traffic. A program handles ROWS whole rows at a time: several short rows, so
+that enough loads are in flight, with few warps, so that the sum over a row rarely crosses warps.
 
 The backward pass starts a few programs per multiprocessor. Each loops over many rows (a wide row is split in
 two parts if the number of columns is not a power of two) and keeps its partial sum of d_weight in registers;
@@ -26,10 +26,10 @@ def norm_kernel(
     residual_ptr,  # or None
     weight_ptr,  # or None
     bias_ptr,  # or None
-    h_ptr,  # written where a residual is added before; else None
+    h_ptr,  # written if a residual is added before the norm; else None
     y_ptr,
     mean_ptr,  # written by LayerNorm; else None
-    rstd_ptr,  # written, as is the mean; with KNOWN both are read
+    rstd_ptr,  # mean and rstd are written; with HAS_STATISTICS they are read
     x_stride,
     residual_stride,
     rows,
@@ -38,7 +38,7 @@ def norm_kernel(
     eps,
     ROUND: tl.constexpr,
     GEMMA: tl.constexpr,
-    KNOWN: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -55,13 +55,13 @@ def norm_kernel(
         tl.store(h_ptr + row * columns + col, rounded, mask=mask)
         h = rounded.to(tl.float32)
     if mean_ptr is not None:
-        if KNOWN:
+        if HAS_STATISTICS:
             mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         else:
             mean = tl.sum(h, 1, keep_dims=True) / columns
             tl.store(mean_ptr + row, mean, mask=row < rows)
         h = tl.where(mask, h - mean, 0.0)
-    if KNOWN:
+    if HAS_STATISTICS:
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
     else:
         rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / columns + eps)
@@ -81,7 +81,7 @@ def norm_kernel(
 
 @triton.jit
 def norm_factor(weight_ptr, col, columns, GEMMA: tl.constexpr):
-    """The factor of a normalized value: the weight, or 1 + weight in Gemma's norms."""
+    """Return the factor of a normalized value: the weight, or 1 + weight in Gemma's norms."""
     weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
     return weight + 1.0 if GEMMA else weight
 
@@ -95,9 +95,9 @@ def norm_backward_kernel(
     weight_ptr,  # or None
     mean_ptr,  # LayerNorm's; else None
     rstd_ptr,
-    d_x_ptr,  # or None, where d_sum serves x as well
-    d_sum_ptr,  # gradient of h: the residual's, or x's where nothing was added or both are the same
-    shares_ptr,  # (programs, D_WEIGHT + D_BIAS, columns) fp32, or None
+    d_x_ptr,  # or None if d_sum is also the gradient of x
+    d_sum_ptr,  # gradient of h, which is that of the residual, or of x
+    partial_sums_ptr,  # (programs, D_WEIGHT + D_BIAS, columns) fp32, or None
     d_y_stride,
     d_h_stride,
     h_stride,
@@ -109,9 +109,9 @@ def norm_backward_kernel(
     D_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CUT: tl.constexpr,  # whether BLOCK is more than `columns`
-    REST: tl.constexpr,  # 0, or at least as many as there are columns behind BLOCK
-    HOLD: tl.constexpr,  # whether registers hold the weight
+    IS_PARTIAL: tl.constexpr,  # whether BLOCK is more than `columns`
+    REST: tl.constexpr,  # 0, or at least the number of columns after BLOCK
+    HOLD_WEIGHT: tl.constexpr,  # whether to keep the weight in registers
     STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -122,44 +122,48 @@ def norm_backward_kernel(
     weights, d_weights, d_biases = (), (), ()
     for part in tl.static_range(len(cols)):
         col = cols[part]
-        if weight_ptr is not None and HOLD:
+        if weight_ptr is not None and HOLD_WEIGHT:
             weights = weights + (norm_factor(weight_ptr, col, columns, GEMMA),)
-        none = tl.zeros([ROWS, col.shape[1]], tl.float32)
-        d_weights, d_biases = d_weights + (none,), d_biases + (none,)
+        zeros = tl.zeros([ROWS, col.shape[1]], tl.float32)
+        d_weights = d_weights + (zeros,)
+        d_biases = d_biases + (zeros,)
     for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        each = block * ROWS + lane
-        row = each[:, None]
-        rstd = tl.load(rstd_ptr + each, mask=each < rows, other=0.0)[:, None]
+        row_index = block * ROWS + lane
+        row = row_index[:, None]
+        rstd = tl.load(rstd_ptr + row_index, mask=row_index < rows, other=0.0)[:, None]
         if mean_ptr is not None:
-            mean = tl.load(mean_ptr + each, mask=each < rows, other=0.0)[:, None]
-        masks = ((row < rows) & (cols[0] < columns) if CUT else row < rows,)
+            mean = tl.load(mean_ptr + row_index, mask=row_index < rows, other=0.0)[:, None]
+        masks = ((row < rows) & (cols[0] < columns) if IS_PARTIAL else row < rows,)
         if REST > 0:
             masks = masks + ((row < rows) & (cols[1] < columns),)
-        along, total = 0.0, 0.0
-        gs, zs, d_weights_now, d_biases_now = (), (), (), ()
+        sum_gz = 0.0
+        sum_g = 0.0
+        gs, zs, new_d_weights, new_d_biases = (), (), (), ()
         for part in tl.static_range(len(cols)):
             col, mask = cols[part], masks[part]
-            # Beyond the mask g is 0, so that whatever z holds there counts nothing.
+            # Where the mask is False g is 0, so the value of z there does not matter.
             g = tl.load(d_y_ptr + row * d_y_stride + col, mask=mask, other=0.0).to(tl.float32)
             z = tl.load(h_ptr + row * h_stride + col, mask=mask, other=0.0).to(tl.float32)
             if mean_ptr is not None:
                 z -= mean
             z *= rstd
-            d_weights_now = d_weights_now + (d_weights[part] + g * z if D_WEIGHT else d_weights[part],)
-            d_biases_now = d_biases_now + (d_biases[part] + g if D_BIAS else d_biases[part],)
+            new_d_weights = new_d_weights + (d_weights[part] + g * z if D_WEIGHT else d_weights[part],)
+            new_d_biases = new_d_biases + (d_biases[part] + g if D_BIAS else d_biases[part],)
             if weight_ptr is not None:
-                g *= weights[part] if HOLD else norm_factor(weight_ptr, col, columns, GEMMA)
-            along += tl.sum(g * z, 1, keep_dims=True)
+                g *= weights[part] if HOLD_WEIGHT else norm_factor(weight_ptr, col, columns, GEMMA)
+            sum_gz += tl.sum(g * z, 1, keep_dims=True)
             if mean_ptr is not None:
-                total += tl.sum(g, 1, keep_dims=True)
+                sum_g += tl.sum(g, 1, keep_dims=True)
             gs, zs = gs + (g,), zs + (z,)
-        d_weights, d_biases = d_weights_now, d_biases_now
-        along, total = along / columns, total / columns
+        d_weights = new_d_weights
+        d_biases = new_d_biases
+        mean_gz = sum_gz / columns
+        mean_g = sum_g / columns
         for part in tl.static_range(len(cols)):
             col, mask = cols[part], masks[part]
-            d = gs[part] - zs[part] * along
+            d = gs[part] - zs[part] * mean_gz
             if mean_ptr is not None:
-                d -= total
+                d -= mean_g
             d *= rstd
             if d_h_ptr is not None:
                 d += tl.load(d_h_ptr + row * d_h_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -169,12 +173,14 @@ def norm_backward_kernel(
                 tl.store(d_x_ptr + row * columns + col, d_x, mask=mask)
     for part in tl.static_range(len(cols)):
         col = cols[part]
-        share = program.to(tl.int64) * (D_WEIGHT + D_BIAS) * columns + col
+        offset = program.to(tl.int64) * (D_WEIGHT + D_BIAS) * columns + col
         if D_WEIGHT:
-            tl.store(shares_ptr + share, tl.sum(d_weights[part], 0, keep_dims=True), mask=col < columns)
+            tl.store(
+                partial_sums_ptr + offset, tl.sum(d_weights[part], 0, keep_dims=True), mask=col < columns
+            )
         if D_BIAS:
-            at = shares_ptr + share + D_WEIGHT * columns
-            tl.store(at, tl.sum(d_biases[part], 0, keep_dims=True), mask=col < columns)
+            d_bias_ptr = partial_sums_ptr + offset + D_WEIGHT * columns
+            tl.store(d_bias_ptr, tl.sum(d_biases[part], 0, keep_dims=True), mask=col < columns)
 
 
 @cached_launch
@@ -190,39 +196,43 @@ def column_sum_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: 
     tl.store(out_ptr + col, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=col < columns)
 
 
-# Narrow blocks make many programs, tall ones few turns: 1,000 shares of 1,024 columns, 64 programs, 4 turns.
+# Narrow blocks give many programs, tall blocks few iterations: for 1,000 partial sums of 1,024 columns, 64
+# programs of 4 iterations.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
 
 
-def column_sum(shares: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of fp32 `shares` (programs, ...) over the programs, in a fixed order, flat and in `dtype`."""
-    programs = shares.shape[0]
-    columns = shares.numel() // programs
-    out = shares.new_empty(columns, dtype=dtype)
+def column_sum(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum fp32 `partial_sums` (programs, ...) over the programs in a fixed order; flat, in `dtype`."""
+    programs = partial_sums.shape[0]
+    columns = partial_sums.numel() // programs
+    out = partial_sums.new_empty(columns, dtype=dtype)
     column_sum_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
-        shares, out, programs, columns, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS, num_warps=SUM_WARPS
+        partial_sums, out, programs, columns, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS, num_warps=SUM_WARPS
     )
     return out
 
 
 @functools.cache
 def forward_tile(columns: int) -> dict[str, int]:
-    """Rows and columns of a program, and its warps: 32 numbers a thread, up to 1,024 columns in one warp."""
+    """Return the constants of a program: 32 elements per thread, up to 1,024 columns in one warp."""
     block = triton.next_power_of_2(columns)
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": min(max(1, block // 1024), 16)}
 
 
-# Bytes that are loaded ahead at most: every CUDA device since Ampere has so much shared memory for them.
-AHEAD = 96 * 1024
+# Most bytes to prefetch: the shared memory of every CUDA device since Ampere has space for them.
+PREFETCH_BYTES = 96 * 1024
 
 
-def stages(loaded: int, most: int = 3) -> int:
-    """Of a loop that loads so many bytes a turn: up to `most` - 1 turns ahead."""
-    return next((n for n in range(most, 1, -1) if (n - 1) * loaded <= AHEAD), 1)
+def choose_num_stages(bytes_per_iteration: int, max_stages: int = 3) -> int:
+    """Return `num_stages` of a loop that loads `bytes_per_iteration`; it prefetches num_stages - 1 times."""
+    for num_stages in range(max_stages, 1, -1):
+        if (num_stages - 1) * bytes_per_iteration <= PREFETCH_BYTES:
+            return num_stages
+    return 1
 
 
-def parts(columns: int) -> tuple[int, int]:
-    """Two blocks, powers of two, that together cover the columns; the second is 0 where one block does.
+def split_columns(columns: int) -> tuple[int, int]:
+    """Return two blocks, powers of two, that together cover the columns; the second is 0 if one is enough.
 
     One block for 2,304 columns would have 4,096, nearly half of them masked. Up to 1,024 columns take one
     block, because two would cost more.
@@ -230,43 +240,56 @@ def parts(columns: int) -> tuple[int, int]:
     if columns <= 1024:
         return triton.next_power_of_2(columns), 0
     block = 1 << columns.bit_length() - 1
-    return block, triton.next_power_of_2(columns - block) if columns > block else 0
+    rest = triton.next_power_of_2(columns - block) if columns > block else 0
+    return block, rest
 
 
 @functools.cache
-def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
-    """Rows, columns, warps and stages of a program, and how many a multiprocessor has.
+def backward_tile(columns: int, bytes_per_element: int) -> tuple[dict[str, int], int]:
+    """Return (constants of a program, number of programs per multiprocessor).
 
-    `loaded` bytes come in for each number of h. With three turns ahead a few programs saturate the memory;
-    where registers are scarce, two programs do without, and without the weight in registers.
+    With three prefetched iterations a few programs saturate the memory. Beyond 8,192 columns registers are
+    scarce: two programs run without prefetching, and without the weight in registers.
+
+    Args:
+        columns: number of columns.
+        bytes_per_element: bytes that are loaded for each element of h.
     """
-    block, rest = parts(columns)
+    block, rest = split_columns(columns)
     width = block + rest
-    hold = columns <= 8192
-    # At most 40 numbers a thread.
+    hold_weight = columns <= 8192
+    # At most 40 elements per thread.
     warps = max(4, triton.next_power_of_2(triton.cdiv(width, 1280)))
     rows = 1
     programs = max(1, 4096 // block)
-    most = 4
+    max_stages = 4
     if width <= 512:
         rows = 1024 // triton.next_power_of_2(width)
         warps = 1
         programs = 8
-        most = 3
+        max_stages = 3
     elif width <= 1280:
-        rows, programs, most = 2, 3, 3
-    elif not hold:
+        rows = 2
+        programs = 3
+        max_stages = 3
+    elif not hold_weight:
         warps = max(16, warps)
         programs = 2
-        most = 1
-    if rest:  # loads ahead have at least four bytes a thread
+        max_stages = 1
+    if rest:  # prefetching loads at least four bytes per thread
         rest = max(rest, 64 * warps // rows)
-    ahead = stages(programs * loaded * rows * (block + rest), most)
-    tile = {"ROWS": rows, "BLOCK": block, "CUT": block > columns, "REST": rest, "HOLD": hold}
-    return tile | {"num_warps": warps, "STAGES": ahead}, programs
+    num_stages = choose_num_stages(programs * bytes_per_element * rows * (block + rest), max_stages)
+    tile = {
+        "ROWS": rows,
+        "BLOCK": block,
+        "IS_PARTIAL": block > columns,
+        "REST": rest,
+        "HOLD_WEIGHT": hold_weight,
+    }
+    return tile | {"num_warps": warps, "STAGES": num_stages}, programs
 
 
-def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
     # `torch.empty` with a shape, a dtype and a device costs the host five times as much.
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -281,9 +304,9 @@ def forward(
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
 ):
-    """y, h, and the mean (None without centring) and 1 / root mean square of each row.
+    """Return y, h, and the mean (None for RMSNorm) and 1 / root mean square of each row.
 
-    With `rstd`, and `mean` where the norm has one, these are read in the place of being computed.
+    If `rstd`, and for LayerNorm `mean`, are passed, they are read and not computed.
     """
     columns = x.shape[-1]
     rows = x.numel() // columns
@@ -292,10 +315,10 @@ def forward(
     h = x
     h_out = None
     if config.added == "before":
-        h = h_out = _new(x, widest_dtype(x, residual))
-    y = _new(x, config.y_dtype(x, residual, weight))
-    known = rstd is not None
-    if not known:
+        h = h_out = _empty_contiguous(x, widest_dtype(x, residual))
+    y = _empty_contiguous(x, config.y_dtype(x, residual, weight))
+    has_statistics = rstd is not None
+    if not has_statistics:
         rstd = x.new_empty(rows, dtype=torch.float32)
         mean = torch.empty_like(rstd) if config.center else None
     tile = forward_tile(columns)
@@ -316,29 +339,39 @@ def forward(
         float(config.eps),
         ROUND=config.rounding == "llama",
         GEMMA=config.rounding == "gemma",
-        KNOWN=known,
+        HAS_STATISTICS=has_statistics,
         **tile,
     )
     return y, h, mean, rstd
 
 
 def backward(
-    d_y: Tensor, d_h: Tensor | None, h: Tensor, weight: Tensor | None, mean, rstd: Tensor, config, wanted
+    d_y: Tensor,
+    d_h: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    mean,
+    rstd: Tensor,
+    config,
+    gradient_dtypes,
 ):
-    """Gradients of x, residual, weight and bias; the first two are one tensor where they are equal."""
+    """Return the gradients of x, residual, weight and bias; the first two may be the same tensor."""
     columns = h.shape[-1]
     rows = h.numel() // columns
-    (d_y_rows, d_y_stride), (h_rows, h_stride) = as_rows(d_y), as_rows(h)
+    d_y_rows, d_y_stride = as_rows(d_y)
+    h_rows, h_stride = as_rows(h)
     d_h_rows, d_h_stride = (None, 0) if d_h is None else as_rows(d_h)
-    d_sum = _new(h, wanted.residual or wanted.x)
+    d_sum = _empty_contiguous(h, gradient_dtypes.residual or gradient_dtypes.x)
     d_x = None
-    if d_sum.dtype != wanted.x or config.multiplier != 1.0:
-        d_x = _new(h, wanted.x)
-    loaded = sum(0 if x is None else x.element_size() for x in (d_y, d_h, h))
-    tile, programs = backward_tile(columns, loaded)
+    if d_sum.dtype != gradient_dtypes.x or config.multiplier != 1.0:
+        d_x = _empty_contiguous(h, gradient_dtypes.x)
+    bytes_per_element = sum(0 if x is None else x.element_size() for x in (d_y, d_h, h))
+    tile, programs = backward_tile(columns, bytes_per_element)
     programs = min(triton.cdiv(rows, tile["ROWS"]), programs * multiprocessors(h.device))
-    vectors = [dtype for dtype in (wanted.weight, wanted.bias) if dtype]
-    shares = h.new_empty((programs, len(vectors), columns), dtype=torch.float32) if vectors else None
+    vector_dtypes = [dtype for dtype in (gradient_dtypes.weight, gradient_dtypes.bias) if dtype]
+    partial_sums = (
+        h.new_empty((programs, len(vector_dtypes), columns), dtype=torch.float32) if vector_dtypes else None
+    )
     norm_backward_kernel[(programs,)](
         d_y_rows,
         d_h_rows,
@@ -348,7 +381,7 @@ def backward(
         rstd,
         d_x,
         d_sum,
-        shares,
+        partial_sums,
         d_y_stride,
         d_h_stride,
         h_stride,
@@ -356,14 +389,15 @@ def backward(
         columns,
         float(config.multiplier),
         GEMMA=config.rounding == "gemma",
-        D_WEIGHT=wanted.weight is not None,
-        D_BIAS=wanted.bias is not None,
+        D_WEIGHT=gradient_dtypes.weight is not None,
+        D_BIAS=gradient_dtypes.bias is not None,
         **tile,
     )
     d_weight = d_bias = None
-    if vectors:
-        summed = column_sum(shares, vectors[0])
-        if wanted.weight is not None:
-            d_weight = summed[:columns] if wanted.bias else summed
-        d_bias = summed[-columns:].to(wanted.bias) if wanted.bias else None
-    return d_sum if d_x is None else d_x, d_sum if wanted.residual else None, d_weight, d_bias
+    if vector_dtypes:
+        vector_gradients = column_sum(partial_sums, vector_dtypes[0])
+        if gradient_dtypes.weight is not None:
+            d_weight = vector_gradients[:columns] if gradient_dtypes.bias else vector_gradients
+        d_bias = vector_gradients[-columns:].to(gradient_dtypes.bias) if gradient_dtypes.bias else None
+    d_residual = d_sum if gradient_dtypes.residual else None
+    return d_sum if d_x is None else d_x, d_residual, d_weight, d_bias

@@ -1,13 +1,12 @@
-"""Triton kernel of `qk_norm_rope`'s backward pass: the gradients turned back, then through the norm of
-each head.
+"""Triton kernel of `qk_norm_rope`'s backward pass: rotates the gradients back, and differentiates the norm.
 
-    with x a head, s = 1 / sqrt(mean(x^2) + eps), z = s x and g = weight * (gradient turned back):
+With x a head, s = 1 / sqrt(mean(x^2) + eps), z = s x and g = weight * (gradient rotated back):
 
-    d_x = s (g - z mean(g z))        d_weight = sum over tokens and heads of (gradient turned back) * z
+    d_x = s (g - z mean(g z))        d_weight = sum over tokens and heads of (gradient rotated back) * z
 
 A few programs per multiprocessor each loop over many tokens and keep their partial sums of both weights'
-gradients in registers; `column_sum` adds them in a fixed order. s is recomputed, because the head is in
-registers anyway.
+gradients in registers; `column_sum` adds them in a fixed order. s is recomputed, because the kernel loads the
+head in any case.
 """
 
 import torch
@@ -16,16 +15,25 @@ import triton.language as tl
 
 from logitless.kernels.launch import cached_launch
 from logitless.kernels.operands import multiprocessors
-from logitless.layers.norm_triton import AHEAD, column_sum, stages
-from logitless.layers.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
+from logitless.layers.norm_triton import PREFETCH_BYTES, choose_num_stages, column_sum
+from logitless.layers.rope_triton import (
+    empty_with_layout,
+    launch_constants,
+    load_angles,
+    load_pairs,
+    rotate_pairs,
+    store_pairs,
+    with_angle_strides,
+    with_strides,
+)
 
-# Warps of a program whose heads have up to 128 numbers, or more.
+# Warps of a program whose heads have up to 128 elements, and of one with longer heads.
 SHORT_WARPS, LONG_WARPS = 4, 2
 
 
-def programs(loaded: int) -> int:
-    """Programs a multiprocessor: as many as have enough bytes under way together, each `loaded` a turn."""
-    return max(2, min(8, AHEAD // (2 * loaded)))
+def programs_per_multiprocessor(bytes_per_iteration: int) -> int:
+    """Return the number of programs per multiprocessor that together have enough bytes in flight."""
+    return max(2, min(8, PREFETCH_BYTES // (2 * bytes_per_iteration)))
 
 
 @triton.jit
@@ -44,8 +52,8 @@ def heads_backward(
     cos_b,
     sin_a,
     sin_b,
-    share_a,
-    share_b,
+    d_weight_a,
+    d_weight_b,
     eps,
     COUNT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -55,7 +63,7 @@ def heads_backward(
     INTERLEAVED: tl.constexpr,
     GEMMA: tl.constexpr,
 ):
-    """One token's heads of q or of k. Returns this program's share of the weight's gradient."""
+    """Differentiate one token's heads of q or of k; add to the partial sum of the weight's gradient."""
     if weight_ptr is not None:
         row = tl.zeros([1, 1], tl.int64)
         weight_a, weight_b = load_pairs(weight_ptr, row, row == 0, D, R, HALF, INTERLEAVED)
@@ -68,11 +76,11 @@ def heads_backward(
         g_a, g_b = load_pairs(d_out_ptr, d_out_row + head * d_out_stride, mask, D, R, HALF, INTERLEAVED)
         z_a, z_b = load_pairs(x_ptr, x_row + head * x_stride, mask, D, R, HALF, INTERLEAVED)
         rstd = tl.rsqrt(tl.sum(z_a * z_a + z_b * z_b, 1, keep_dims=True) / D + eps)
-        g_a, g_b = turn(g_a, g_b, cos_a, cos_b, sin_a, sin_b, D, R, HALF, True)
+        g_a, g_b = rotate_pairs(g_a, g_b, cos_a, cos_b, sin_a, sin_b, D, R, HALF, True)
         z_a *= rstd
         z_b *= rstd
-        share_a += g_a * z_a
-        share_b += g_b * z_b
+        d_weight_a += g_a * z_a
+        d_weight_b += g_b * z_b
         if weight_ptr is not None:
             g_a *= weight_a
             g_b *= weight_b
@@ -80,7 +88,7 @@ def heads_backward(
         d_a = rstd * (g_a - z_a * mean)
         d_b = rstd * (g_b - z_b * mean)
         store_pairs(d_x_ptr, d_x_row + head * d_x_stride, mask, d_a, d_b, D, R, HALF, INTERLEAVED)
-    return share_a, share_b
+    return d_weight_a, d_weight_b
 
 
 @cached_launch
@@ -94,7 +102,7 @@ def norm_rope_backward_kernel(
     k_weight_ptr,  # or None
     d_q_ptr,
     d_k_ptr,
-    shares_ptr,  # (programs, 2, D) fp32, or None
+    partial_sums_ptr,  # (programs, 2, D) fp32, or None
     cos_ptr,
     sin_ptr,
     d_q_out_batch_stride,
@@ -134,10 +142,10 @@ def norm_rope_backward_kernel(
 ):
     program = tl.program_id(0)
     zero = tl.full((), 0, tl.int64)
-    q_share_a = tl.zeros([Q_HEADS, HALF], tl.float32)
-    q_share_b = tl.zeros([Q_HEADS, HALF], tl.float32)
-    k_share_a = tl.zeros([K_HEADS, HALF], tl.float32)
-    k_share_b = tl.zeros([K_HEADS, HALF], tl.float32)
+    d_q_weight_a = tl.zeros([Q_HEADS, HALF], tl.float32)
+    d_q_weight_b = tl.zeros([Q_HEADS, HALF], tl.float32)
+    d_k_weight_a = tl.zeros([K_HEADS, HALF], tl.float32)
+    d_k_weight_b = tl.zeros([K_HEADS, HALF], tl.float32)
     for token in tl.range(program, tokens, tl.num_programs(0), num_stages=STAGES):
         batch = zero + token // length
         position = zero + token % length
@@ -145,7 +153,7 @@ def norm_rope_backward_kernel(
         cos_a, cos_b = load_angles(cos_ptr, angle, 1.0, R, HALF, INTERLEAVED, PER_PAIR)
         sin_a, sin_b = load_angles(sin_ptr, angle, 0.0, R, HALF, INTERLEAVED, PER_PAIR)
         if d_q_out_ptr is not None:
-            q_share_a, q_share_b = heads_backward(
+            d_q_weight_a, d_q_weight_b = heads_backward(
                 d_q_out_ptr,
                 q_ptr,
                 q_weight_ptr,
@@ -160,8 +168,8 @@ def norm_rope_backward_kernel(
                 cos_b,
                 sin_a,
                 sin_b,
-                q_share_a,
-                q_share_b,
+                d_q_weight_a,
+                d_q_weight_b,
                 eps,
                 Q_COUNT,
                 Q_HEADS,
@@ -172,7 +180,7 @@ def norm_rope_backward_kernel(
                 GEMMA,
             )
         if d_k_out_ptr is not None:
-            k_share_a, k_share_b = heads_backward(
+            d_k_weight_a, d_k_weight_b = heads_backward(
                 d_k_out_ptr,
                 k_ptr,
                 k_weight_ptr,
@@ -187,8 +195,8 @@ def norm_rope_backward_kernel(
                 cos_b,
                 sin_a,
                 sin_b,
-                k_share_a,
-                k_share_b,
+                d_k_weight_a,
+                d_k_weight_b,
                 eps,
                 K_COUNT,
                 K_HEADS,
@@ -198,30 +206,38 @@ def norm_rope_backward_kernel(
                 INTERLEAVED,
                 GEMMA,
             )
-    if shares_ptr is not None:
+    if partial_sums_ptr is not None:
         row = tl.zeros([1, 1], tl.int64) + program.to(tl.int64) * 2 * D
-        q_share_a = tl.sum(q_share_a, 0, keep_dims=True)
-        q_share_b = tl.sum(q_share_b, 0, keep_dims=True)
-        store_pairs(shares_ptr, row, row >= 0, q_share_a, q_share_b, D, R, HALF, INTERLEAVED)
-        k_share_a = tl.sum(k_share_a, 0, keep_dims=True)
-        k_share_b = tl.sum(k_share_b, 0, keep_dims=True)
-        store_pairs(shares_ptr, row + D, row >= 0, k_share_a, k_share_b, D, R, HALF, INTERLEAVED)
+        d_q_weight_a = tl.sum(d_q_weight_a, 0, keep_dims=True)
+        d_q_weight_b = tl.sum(d_q_weight_b, 0, keep_dims=True)
+        store_pairs(partial_sums_ptr, row, row >= 0, d_q_weight_a, d_q_weight_b, D, R, HALF, INTERLEAVED)
+        d_k_weight_a = tl.sum(d_k_weight_a, 0, keep_dims=True)
+        d_k_weight_b = tl.sum(d_k_weight_b, 0, keep_dims=True)
+        store_pairs(partial_sums_ptr, row + D, row >= 0, d_k_weight_a, d_k_weight_b, D, R, HALF, INTERLEAVED)
 
 
-def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, config, wanted: tuple[bool, bool]):
-    """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
+def backward(
+    d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, config, needs_weight_gradients: tuple[bool, bool]
+):
+    """Return the gradients of q, k and the weights; None for those that are not needed."""
     B, q_count, T, D = q.shape
-    d_q, d_k = None if d_q_out is None else like(q), None if d_k_out is None else like(k)
-    shape = tile(q_count, k.shape[1], D, config) | {"num_warps": SHORT_WARPS if D <= 128 else LONG_WARPS}
-    loaded = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
-    loaded = loaded // (B * T) * 2 * shape["HALF"] // D
-    shape["STAGES"] = stages(loaded)
-    started = min(B * T, programs(loaded) * multiprocessors(q.device))
-    shares = q.new_empty((started, 2 * D), dtype=torch.float32) if any(wanted) else None
-    (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)
-    (q, q_strides), (k, k_strides) = seen(q), seen(k)
-    cos, sin, angle_strides = angles(cos, sin)
-    norm_rope_backward_kernel[(started,)](
+    d_q = None if d_q_out is None else empty_with_layout(q)
+    d_k = None if d_k_out is None else empty_with_layout(k)
+    num_warps = SHORT_WARPS if D <= 128 else LONG_WARPS
+    constants = launch_constants(q_count, k.shape[1], D, config) | {"num_warps": num_warps}
+    bytes_per_iteration = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
+    bytes_per_iteration = bytes_per_iteration // (B * T) * 2 * constants["HALF"] // D
+    constants["STAGES"] = choose_num_stages(bytes_per_iteration)
+    num_programs = min(B * T, programs_per_multiprocessor(bytes_per_iteration) * multiprocessors(q.device))
+    partial_sums = (
+        q.new_empty((num_programs, 2 * D), dtype=torch.float32) if any(needs_weight_gradients) else None
+    )
+    d_q_out, d_q_out_strides = with_strides(d_q_out)
+    d_k_out, d_k_out_strides = with_strides(d_k_out)
+    q, q_strides = with_strides(q)
+    k, k_strides = with_strides(k)
+    cos, sin, angle_strides = with_angle_strides(cos, sin)
+    norm_rope_backward_kernel[(num_programs,)](
         d_q_out,
         d_k_out,
         q,
@@ -230,25 +246,28 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, config, wante
         None if k_weight is None else k_weight.contiguous(),
         d_q,
         d_k,
-        shares,
+        partial_sums,
         cos,
         sin,
         *d_q_out_strides,
         *d_k_out_strides,
         *q_strides,
         *k_strides,
-        *seen(d_q)[1],
-        *seen(d_k)[1],
+        *with_strides(d_q)[1],
+        *with_strides(d_k)[1],
         *angle_strides,
         B * T,
         T,
         config.eps,
         PER_PAIR=cos.shape[-1] != config.rotary_dim,
-        **shape,
+        **constants,
     )
     d_q_weight = d_k_weight = None
-    if shares is not None:
-        summed = column_sum(shares, (q_weight if wanted[0] else k_weight).dtype)
-        d_q_weight = summed[:D] if wanted[0] and d_q is not None else None
-        d_k_weight = summed[D:].to(k_weight.dtype) if wanted[1] and d_k is not None else None
+    if partial_sums is not None:
+        needs_d_q_weight, needs_d_k_weight = needs_weight_gradients
+        weight_gradients = column_sum(partial_sums, (q_weight if needs_d_q_weight else k_weight).dtype)
+        if needs_d_q_weight and d_q is not None:
+            d_q_weight = weight_gradients[:D]
+        if needs_d_k_weight and d_k is not None:
+            d_k_weight = weight_gradients[D:].to(k_weight.dtype)
     return d_q, d_k, d_q_weight, d_k_weight

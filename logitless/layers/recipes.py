@@ -1,8 +1,7 @@
-"""How a fused operator's outputs are made again, for callers that drop them between forward and backward.
+"""How to recompute the outputs of fused operators, for callers that drop them between forward and backward.
 
 Inside `collecting(collector)` each fused operator of this thread passes its outputs to `collector.add`, with
-a function that makes them again, to the bit, from tensors that the operator saves for its own backward pass.
-Without a collector an operator does nothing here.
+a function that recomputes them, bitwise equal, from tensors that the operator saves for its backward pass.
 """
 
 import threading
@@ -16,6 +15,8 @@ _thread = threading.local()
 
 
 class Collector(Protocol):
+    """Receives the outputs of fused operators."""
+
     def add(
         self,
         node: object,
@@ -23,22 +24,27 @@ class Collector(Protocol):
         make: Callable[..., Sequence[Tensor | None]],
         inputs: Sequence[Tensor | None],
     ) -> None:
-        """`make(*inputs)` returns tensors with the values, shapes and strides of `outputs`.
+        """Receive the outputs of one operator.
 
-        `node` is the operator's autograd node: output i of the operator is output i of the node.
+        Args:
+            node: the operator's autograd node; output i of the operator is output i of the node.
+            outputs: the outputs.
+            make: `make(*inputs)` returns tensors with the values, shapes and strides of `outputs`.
+            inputs: tensors that the operator saves for its backward pass.
         """
 
 
 @contextmanager
 def collecting(collector: Collector) -> Iterator[None]:
-    before = current()
+    """Context in which the fused operators of this thread pass their outputs to `collector`."""
+    outer_collector = current()
     _thread.collector = collector
     try:
         yield
     finally:
-        _thread.collector = before
+        _thread.collector = outer_collector
 
 
 def current() -> Collector | None:
-    """The collector of this thread."""
+    """Return the collector of this thread, or None."""
     return getattr(_thread, "collector", None)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, alone or in one pass with their RMSNorm before it.
+"""Rotary position embedding of queries and keys, alone or fused with the RMSNorm before it.
 
     rope            rotate(q), rotate(k)
     qk_norm_rope    rotate(rms_norm(q)), rotate(rms_norm(k))          Qwen 3, Gemma 3
@@ -9,11 +9,11 @@ angle of its token; the other elements stay unchanged:
     a' = a cos - b sin     b' = b cos + a sin          d_a = d_a' cos + d_b' sin     d_b = d_b' cos - d_a' sin
 
 A pair is one element of each half (i and i + R/2, as in Llama) or two neighbours (2i and 2i + 1:
-`interleaved`, as in Cohere and GLM). Everything inside is fp32 and rounded once, at the end, to the dtypes of
-q and k.
+`interleaved`, as in Cohere and GLM). All computations are in fp32; the results are rounded once, to the
+dtypes of q and k.
 
 Queries and keys are `(B, heads, T, D)` with any strides: a view of `(B, T, heads * D)` is read without a
-copy, and the kernels' results and gradients have that memory order too.
+copy, and the kernels' results and gradients have the same memory order.
 """
 
 import functools
@@ -60,11 +60,11 @@ def rope(
     Args:
         q: `(B, heads, T, D)`, of any strides.
         k: `(B, key heads, T, D)`, or None.
-        cos: `(B, T, R)`, `(1, T, R)` or `(T, R)`, one for each rotated number, as the models' rotary
-            embeddings return them; or R/2 wide, one for each pair, which `rotary_dim` has to tell.
+        cos: `(B, T, R)`, `(1, T, R)` or `(T, R)`, one for each rotated element, as the models' rotary
+            embeddings return them; or of width R/2, one for each pair, if `rotary_dim` is passed.
         sin: of the shape of cos.
-        rotary_dim: R, how many numbers of a head are rotated; None means the width of cos.
-        interleaved: whether a pair is two neighbours rather than a number of each half.
+        rotary_dim: R, number of elements of a head that are rotated; None means the width of cos.
+        interleaved: whether a pair is two neighbouring elements, rather than one element of each half.
 
     Returns:
         Rotated q and k, in their dtypes. Differentiable once in both; in cos and sin too, by plain PyTorch.
@@ -103,9 +103,9 @@ def qk_norm_rope(
         k_weight: `(D,)` of k's norm, or None; its dtype may differ from k's.
         eps: of both norms.
         rounding: of the norm, as in `rms_norm`. Nothing is rounded between norm and rotation, so
-            it only tells whether the norm multiplies by 1 + weight ("gemma") or by weight (the others).
-        rotary_dim: R, how many numbers of a head are rotated; None means the width of cos.
-        interleaved: whether a pair is two neighbours rather than a number of each half.
+            it only determines whether the norm multiplies by 1 + weight ("gemma") or by weight (the others).
+        rotary_dim: R, number of elements of a head that are rotated; None means the width of cos.
+        interleaved: whether a pair is two neighbouring elements, rather than one element of each half.
 
     Returns:
         Normalized and rotated q and k, in their dtypes. Differentiable once in both and in the weights.
@@ -122,7 +122,7 @@ def _check(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> None:
         if x is not None and (x.dim() != 4 or x.shape[3] % 2 or x.shape[3] == 0):
             raise ValueError(
                 f"{name}: expected shape (B, heads, T, D) with an even head size D, got {tuple(x.shape)}; "
-                "pass what enters the rotation, heads before tokens."
+                "pass queries or keys with the heads before the tokens."
             )
     B, _, T, D = q.shape
     if k is not None and (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
@@ -134,13 +134,13 @@ def _check(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> None:
     if not 0 < R <= D or R % 2:
         raise ValueError(
             f"rotary_dim: expected an even number up to the head size {D}, got {R}; "
-            "it is how many numbers of a head are rotated, by default the width of cos."
+            "it is the number of elements of a head that are rotated, by default the width of cos."
         )
     for name, x in (("cos", cos), ("sin", sin)):
         if x.shape[-1] not in (R, R // 2):
             raise ValueError(
                 f"{name}: expected {R} or {R // 2} columns for rotary_dim={R}, got {tuple(x.shape)}; "
-                f"pass a {name} for each rotated number or for each pair."
+                f"pass a {name} for each rotated element or for each pair."
             )
         if x.shape != cos.shape or tuple(x.shape[:-1]) not in ((T,), (1, T), (B, T)):
             raise ValueError(
@@ -159,7 +159,7 @@ def _rotate(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> tuple[Ten
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     ):
-        # The compiler fuses plain PyTorch with neighbouring operators; no kernel has gradients of angles.
+        # The compiler fuses plain PyTorch with neighbouring operators; kernels do not differentiate angles.
         return _forward_twin(q, k, cos, sin, q_weight, k_weight, config)
     return _Rope.apply(q, k, cos, sin, q_weight, k_weight, config)
 
@@ -168,13 +168,13 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, q_weight, k_weight, config):
         ctx.set_materialize_grads(False)
-        # A rotation is turned back without knowing what was rotated.
+        # The backward pass of a rotation alone does not need q and k.
         ctx.save_for_backward(cos, sin, *((q, k) if config.normalized else (None, None)), q_weight, k_weight)
         ctx.config = config
         inputs = q, k, cos, sin, q_weight, k_weight
         results = _forward(config, *inputs)
         collector = recipes.current()
-        # A rotation alone does not save what was rotated.
+        # A rotation alone does not save q and k, so its outputs cannot be recomputed.
         if collector is not None and config.normalized:
             collector.add(ctx, results, functools.partial(_forward, config), inputs)
         return results
@@ -198,8 +198,10 @@ class _Rope(torch.autograd.Function):
             backward = qk_norm_rope_triton.backward
         else:
             backward = _backward_twin
-        wanted = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
-        d_q, d_k, *d_weights = backward(d_q, d_k, cos, sin, q, k, q_weight, k_weight, ctx.config, wanted)
+        needs_weight_gradients = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
+        d_q, d_k, *d_weights = backward(
+            d_q, d_k, cos, sin, q, k, q_weight, k_weight, ctx.config, needs_weight_gradients
+        )
         return d_q, d_k, None, None, *d_weights, None
 
 
@@ -216,8 +218,10 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, config: RopeConfig, *, back: bool = False) -> Tensor:
-    """Rotates x (B, heads, T, D), which has the dtype to compute in; `back` is the transposed map."""
+def _rotate_pairs(
+    x: Tensor, cos: Tensor, sin: Tensor, config: RopeConfig, *, inverse: bool = False
+) -> Tensor:
+    """Rotate x (B, heads, T, D), in x's dtype; with `inverse`, by the negative angles."""
     a, b = _pairs(x[..., : config.rotary_dim], config.interleaved)
     angles = []
     for table in (cos, sin):
@@ -226,49 +230,62 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, config: RopeConfig, *, back: bool
             _pairs(table, config.interleaved) if table.shape[-1] == config.rotary_dim else (table, table)
         )
     (cos_a, cos_b), (sin_a, sin_b) = angles
-    if back:
+    if inverse:
         a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    turned = torch.stack((a, b), -1).flatten(-2) if config.interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned, x[..., config.rotary_dim :]), -1)
+    rotated = torch.stack((a, b), -1).flatten(-2) if config.interleaved else torch.cat((a, b), -1)
+    return torch.cat((rotated, x[..., config.rotary_dim :]), -1)
 
 
-def _wide(x: Tensor, *others: Tensor | None) -> torch.dtype:
+def _compute_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     return torch.promote_types(widest_dtype(x, *others), torch.float32)
 
 
 def _forward_twin(q, k, cos, sin, q_weight, k_weight, config: RopeConfig):
-    """Autograd can differentiate it."""
+    """Return rotated q and k. Differentiable by autograd."""
     results = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if x is None:
             results.append(None)
             continue
-        z = x.to(_wide(x, weight))
+        z = x.to(_compute_dtype(x, weight))
         if config.normalized:
             z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + config.eps)
         if weight is not None:
             z = z * (weight.to(z.dtype) + 1 if config.gemma else weight)
-        results.append(_turn(z, cos, sin, config).to(x.dtype))
+        results.append(_rotate_pairs(z, cos, sin, config).to(x.dtype))
     return tuple(results)
 
 
 def _backward_twin(
-    d_q, d_k, cos, sin, q, k, q_weight, k_weight, config: RopeConfig, wanted: tuple[bool, bool]
+    d_q,
+    d_k,
+    cos,
+    sin,
+    q,
+    k,
+    q_weight,
+    k_weight,
+    config: RopeConfig,
+    needs_weight_gradients: tuple[bool, bool],
 ):
-    """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
-    gradients, weight_gradients = [], []
-    for d, x, weight, wants in ((d_q, q, q_weight, wanted[0]), (d_k, k, k_weight, wanted[1])):
+    """Return the gradients of q, k and the weights; None if d_q or d_k is None, or a weight needs none."""
+    gradients = []
+    weight_gradients = []
+    for d, x, weight, needs_weight_gradient in (
+        (d_q, q, q_weight, needs_weight_gradients[0]),
+        (d_k, k, k_weight, needs_weight_gradients[1]),
+    ):
         d_weight = None
         if d is not None:
             dtype = d.dtype
-            d = _turn(d.to(_wide(d, x, weight)), cos, sin, config, back=True)
+            d = _rotate_pairs(d.to(_compute_dtype(d, x, weight)), cos, sin, config, inverse=True)
             if config.normalized:
                 x = x.to(d.dtype)
                 rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + config.eps)
                 z = x * rstd
-                d_weight = (d * z).sum((0, 1, 2)).to(weight.dtype) if wants else None
+                d_weight = (d * z).sum((0, 1, 2)).to(weight.dtype) if needs_weight_gradient else None
                 if weight is not None:
                     d = d * (weight.to(d.dtype) + 1 if config.gemma else weight)
                 d = rstd * (d - z * (d * z).mean(-1, keepdim=True))

@@ -1,13 +1,12 @@
-"""Triton kernels of `rope.py`: a token's heads are read and written once, its angles once for all of
-them.
+"""Triton kernels of `rope.py`: a token's heads are read and written once, its angles once for all heads.
 
-A program takes all heads of a token, as tiles (heads, D/2) of the first and of the second numbers
-of each pair. The columns that are not rotated (rotary_dim < D) form pairs too, with cos = 1 and sin = 0: so
-the two tiles hold whole heads, and a norm needs no further tile. Neighbouring pairs are read as one
-tile (heads, D) and taken apart in registers.
+A program handles all heads of a token, as two tiles (heads, D/2): the first and the second elements of each
+pair. The columns that are not rotated (rotary_dim < D) form pairs too, with cos = 1 and sin = 0, so that the
+two tiles hold whole heads and a norm needs no other tile. Interleaved pairs are read as one tile (heads, D)
+and split in registers.
 
-`rope_kernel` rotates, with NORM after normalizing, and with BACK it turns gradients back. The
-backward pass with a norm is in `qk_norm_rope_triton.py`.
+`rope_kernel` rotates; with NORM it normalizes first, and with INVERSE it rotates gradients back. The backward
+pass with a norm is in `qk_norm_rope_triton.py`.
 """
 
 import functools
@@ -22,20 +21,20 @@ from logitless.kernels.launch import cached_launch
 
 @triton.jit
 def pair_columns(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
-    """Where the first and the second numbers of the pairs lie, for pairs of two halves."""
+    """Return the columns of the first and the second elements of the pairs, for pairs of two halves."""
     i = tl.arange(0, HALF)[None, :]
     if R == D:
         return i, i + D // 2
     # Columns that are not rotated: the first half of them is paired with the second.
-    rotated = i < R // 2
-    return i + tl.where(rotated, 0, R // 2), i + tl.where(rotated, R // 2, D // 2)
+    is_rotated = i < R // 2
+    return i + tl.where(is_rotated, 0, R // 2), i + tl.where(is_rotated, R // 2, D // 2)
 
 
 @triton.jit
 def load_pairs(
     ptr, row, mask, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """First and second numbers (rows, HALF) of each pair in fp32, from rows that begin at `row` (rows, 1)."""
+    """Load the first and second elements (rows, HALF) of the pairs in fp32; `row` (rows, 1) are offsets."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * HALF)[None, :]
         x = tl.load(ptr + row + both, mask=mask & (both < D), other=0.0).to(tl.float32)
@@ -68,7 +67,7 @@ def store_pairs(
 def load_angles(
     ptr, row, other, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr
 ):
-    """cos or sin of a token for the two numbers of each pair, (1, HALF); `other` where nothing turns."""
+    """Load a token's cos or sin for both elements of each pair, (1, HALF); `other` for unrotated pairs."""
     i = tl.arange(0, HALF)[None, :]
     if PER_PAIR:
         a = tl.load(ptr + row + i, mask=i < R // 2, other=other).to(tl.float32)
@@ -83,21 +82,30 @@ def load_angles(
 
 
 @triton.jit
-def turn(
-    a, b, cos_a, cos_b, sin_a, sin_b, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
+def rotate_pairs(
+    a,
+    b,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
-    if BACK:
-        turned_a = a * cos_a + b * sin_b
-        turned_b = b * cos_b - a * sin_a
+    if INVERSE:
+        rotated_a = a * cos_a + b * sin_b
+        rotated_b = b * cos_b - a * sin_a
     else:
-        turned_a = a * cos_a - b * sin_a
-        turned_b = b * cos_b + a * sin_b
+        rotated_a = a * cos_a - b * sin_a
+        rotated_b = b * cos_b + a * sin_b
     if R < D:
         # Not a * 1 - b * 0, which an infinite b would make NaN.
-        rotated = tl.arange(0, HALF)[None, :] < R // 2
-        turned_a = tl.where(rotated, turned_a, a)
-        turned_b = tl.where(rotated, turned_b, b)
-    return turned_a, turned_b
+        is_rotated = tl.arange(0, HALF)[None, :] < R // 2
+        rotated_a = tl.where(is_rotated, rotated_a, a)
+        rotated_b = tl.where(is_rotated, rotated_b, b)
+    return rotated_a, rotated_b
 
 
 @triton.jit
@@ -122,9 +130,9 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     GEMMA: tl.constexpr,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
-    """One token's COUNT heads of q or of k, HEADS at a time; with NORM normalized before."""
+    """Rotate one token's COUNT heads of q or of k, HEADS at a time; with NORM normalize them first."""
     if weight_ptr is not None:
         row = tl.zeros([1, 1], tl.int64)
         weight_a, weight_b = load_pairs(weight_ptr, row, row == 0, D, R, HALF, INTERLEAVED)
@@ -142,7 +150,7 @@ def rotate_heads(
             if weight_ptr is not None:
                 a *= weight_a
                 b *= weight_b
-        a, b = turn(a, b, cos_a, cos_b, sin_a, sin_b, D, R, HALF, BACK)
+        a, b = rotate_pairs(a, b, cos_a, cos_b, sin_a, sin_b, D, R, HALF, INVERSE)
         store_pairs(out_ptr, out_row + head * out_stride, mask, a, b, D, R, HALF, INTERLEAVED)
 
 
@@ -184,7 +192,7 @@ def rope_kernel(
     PER_PAIR: tl.constexpr,
     NORM: tl.constexpr,
     GEMMA: tl.constexpr,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
     token = tl.program_id(0)
     batch = (token // length).to(tl.int64)
@@ -214,7 +222,7 @@ def rope_kernel(
             INTERLEAVED,
             NORM,
             GEMMA,
-            BACK,
+            INVERSE,
         )
     if k_ptr is not None:
         rotate_heads(
@@ -238,21 +246,20 @@ def rope_kernel(
             INTERLEAVED,
             NORM,
             GEMMA,
-            BACK,
+            INVERSE,
         )
 
 
-# Numbers of q or of k that a program holds at most.
-TILE = 4096
+# Most elements of q or of k that a program holds at a time.
+MAX_TILE_ELEMENTS = 4096
 
 
 @functools.cache
-def tile(q_count: int, k_count: int, D: int, config) -> dict[str, object]:
-    """The arguments of a launch that are constant for a model, and the number of warps."""
+def launch_constants(q_count: int, k_count: int, D: int, config) -> dict[str, object]:
+    """Return the arguments of a launch that are constant for a model, and the number of warps."""
     half = triton.next_power_of_2(D // 2)
-    q_heads, k_heads = (
-        min(triton.next_power_of_2(max(1, count)), max(1, TILE // (2 * half))) for count in (q_count, k_count)
-    )
+    max_heads = max(1, MAX_TILE_ELEMENTS // (2 * half))
+    q_heads, k_heads = (min(triton.next_power_of_2(max(1, count)), max_heads) for count in (q_count, k_count))
     return {
         "Q_COUNT": q_count,
         "K_COUNT": k_count,
@@ -268,8 +275,8 @@ def tile(q_count: int, k_count: int, D: int, config) -> dict[str, object]:
     }
 
 
-def seen(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
-    """A tensor in which each head lies in one piece, and its strides of batch, heads and tokens."""
+def with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
+    """Return x, copied unless each head is contiguous, and its strides of batch, heads and tokens."""
     if x is None:
         return None, (0, 0, 0)
     if x.stride(3) != 1:
@@ -277,30 +284,34 @@ def seen(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
     return x, x.stride()[:3]
 
 
-def new(x: Tensor | None, by_token: bool = True) -> Tensor | None:
-    """A tensor like x: in memory token by token, as the products around have it, or head by head."""
+def empty_heads(x: Tensor | None, is_token_major: bool = True) -> Tensor | None:
+    """Return an empty tensor like x: token by token in memory, as the products need it, or head by head."""
     if x is None:
         return None
-    if by_token:
+    if is_token_major:
         return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def like(x: Tensor | None) -> Tensor | None:
-    return None if x is None else new(x, x.stride(1) <= x.stride(2))
+def empty_with_layout(x: Tensor | None) -> Tensor | None:
+    """Return an empty tensor with the memory order of x."""
+    return None if x is None else empty_heads(x, x.stride(1) <= x.stride(2))
 
 
-def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """cos and sin with the strides of batch and tokens that they share."""
+def with_angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Return cos and sin, copied unless their strides are equal, and their strides of batch and tokens."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, (0 if cos.dim() == 2 or cos.shape[0] == 1 else cos.stride(0), cos.stride(-2))
+        cos = cos.contiguous()
+        sin = sin.contiguous()
+    batch_stride = 0 if cos.dim() == 2 or cos.shape[0] == 1 else cos.stride(0)
+    return cos, sin, (batch_stride, cos.stride(-2))
 
 
-def _launch(q, k, cos, sin, q_weight, k_weight, config, *, q_out, k_out, back: bool) -> None:
+def _launch(q, k, cos, sin, q_weight, k_weight, config, *, q_out, k_out, inverse: bool) -> None:
     shape = (k if q is None else q).shape
-    (q, q_strides), (k, k_strides) = seen(q), seen(k)
-    cos, sin, angle_strides = angles(cos, sin)
+    q, q_strides = with_strides(q)
+    k, k_strides = with_strides(k)
+    cos, sin, angle_strides = with_angle_strides(cos, sin)
     rope_kernel[(shape[0] * shape[2],)](
         q,
         k,
@@ -312,27 +323,29 @@ def _launch(q, k, cos, sin, q_weight, k_weight, config, *, q_out, k_out, back: b
         None if k_weight is None else k_weight.contiguous(),
         *q_strides,
         *k_strides,
-        *seen(q_out)[1],
-        *seen(k_out)[1],
+        *with_strides(q_out)[1],
+        *with_strides(k_out)[1],
         *angle_strides,
         shape[2],
         config.eps,
         PER_PAIR=cos.shape[-1] != config.rotary_dim,
         NORM=config.normalized,
-        BACK=back,
-        **tile(0 if q is None else shape[1], 0 if k is None else k.shape[1], shape[3], config),
+        INVERSE=inverse,
+        **launch_constants(0 if q is None else shape[1], 0 if k is None else k.shape[1], shape[3], config),
     )
 
 
 def forward(
     q: Tensor, k: Tensor | None, cos, sin, q_weight, k_weight, config
 ) -> tuple[Tensor, Tensor | None]:
-    q_out, k_out = like(q), like(k)
-    _launch(q, k, cos, sin, q_weight, k_weight, config, q_out=q_out, k_out=k_out, back=False)
+    q_out = empty_with_layout(q)
+    k_out = empty_with_layout(k)
+    _launch(q, k, cos, sin, q_weight, k_weight, config, q_out=q_out, k_out=k_out, inverse=False)
     return q_out, k_out
 
 
 def backward(d_q: Tensor | None, d_k: Tensor | None, cos, sin, config) -> tuple[Tensor | None, Tensor | None]:
-    q_out, k_out = new(d_q), new(d_k)
-    _launch(d_q, d_k, cos, sin, None, None, config, q_out=q_out, k_out=k_out, back=True)
+    q_out = empty_heads(d_q)
+    k_out = empty_heads(d_k)
+    _launch(d_q, d_k, cos, sin, None, None, config, q_out=q_out, k_out=k_out, inverse=True)
     return q_out, k_out

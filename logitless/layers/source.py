@@ -1,4 +1,4 @@
-"""The source of a module's forward pass: whose it is, and what it says together with all that it calls."""
+"""The source of a module's forward pass, and its fingerprint together with all functions that it calls."""
 
 import ast
 import hashlib
@@ -8,57 +8,58 @@ from types import FunctionType
 
 from torch import nn
 
-# Wrappers of a class's forward that add nothing to what it computes: (file, name). All others might.
+# Wrappers (module, function name) of a class's forward that do not change its result. Other wrappers may.
 HARMLESS_WRAPPERS = {
     ("transformers.modeling_layers", "forward_with_checkpointing"),
     ("logitless.exchange", "exchanged_forward"),
 }
 
 
-class Unknown(Exception):
-    """Why a module's computation cannot be told from its source; the text goes into a report."""
+class UnrecognizedSource(Exception):
+    """A module's computation cannot be recognized by its source. The message is the reason in a report."""
 
 
 def forward_of(module: nn.Module) -> FunctionType:
-    """The forward pass that the module's class was written with.
+    """Return the forward pass in the source of the module's class.
 
     Raises:
-        Unknown: what runs is something else, put on the instance or around the class's forward.
+        UnrecognizedSource: the module runs another function: one that is set on the instance, or a wrapper.
     """
     if "forward" in module.__dict__:
-        raise Unknown("a forward pass has been put on this instance")
+        raise UnrecognizedSource("a forward attribute is set on this instance")
     function = type(module).forward
-    while (inner := getattr(function, "__wrapped__", None)) is not None:
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
         code = function.__code__
-        file = function.__globals__.get("__name__")
-        if (file, code.co_name) not in HARMLESS_WRAPPERS:
-            raise Unknown(f"its forward pass is wrapped by {code.co_name} of {file}")
-        function = inner
+        module_name = function.__globals__.get("__name__")
+        if (module_name, code.co_name) not in HARMLESS_WRAPPERS:
+            raise UnrecognizedSource(f"its forward pass is wrapped by {code.co_name} of {module_name}")
+        function = wrapped
     if not isinstance(function, FunctionType):
-        raise Unknown("its forward pass is not a Python function")
+        raise UnrecognizedSource("its forward pass is not a Python function")
     return function
 
 
 def tree_of(function: FunctionType) -> ast.FunctionDef:
-    """The function's definition, without docstring, decorators and annotations; its lines are those of the
-    file.
+    """Return the syntax tree of a function without docstring, decorators and annotations.
+
+    Line numbers are those of the file.
 
     Raises:
-        Unknown: the source is not available, or does not say it all.
+        UnrecognizedSource: the source is not available, or is not that of a function.
     """
     try:
         lines, start = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
-        raise Unknown("its source is not available") from error
+        raise UnrecognizedSource("its source is not available") from error
     if not isinstance(tree, ast.FunctionDef):
-        raise Unknown("its forward pass is not written as a function")
+        raise UnrecognizedSource("its forward pass is not written as a function")
     ast.increment_lineno(tree, start - 1)
     tree.decorator_list = []
     tree.returns = None
-    arguments = tree.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    for argument in [*named, arguments.vararg, arguments.kwarg]:
+    signature = tree.args
+    parameters = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs]
+    for argument in [*parameters, signature.vararg, signature.kwarg]:
         if argument is not None:
             argument.annotation = None
     if ast.get_docstring(tree) is not None and len(tree.body) > 1:
@@ -67,35 +68,35 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
 
 
 def fingerprint(function: FunctionType, owner: type | None = None) -> str:
-    """Twelve digits that stand for the source of a function and of every one that it calls.
+    """Return a hash of 12 hex digits of the source of a function and of every function that it calls.
 
     Args:
-        function: a function of a module, or a method of `owner`.
-        owner: the class whose methods `self` has.
+        function: a function of a Python module, or a method of `owner`.
+        owner: the class of `self`.
 
     Raises:
-        Unknown: the source of one of them is not available.
+        UnrecognizedSource: the source of one of the functions is not available.
     """
-    texts = []
-    waiting = [function]
+    sources = []
+    queue = [function]
     seen = set()
-    while waiting:
-        each = waiting.pop(0)
-        if each in seen:
+    while queue:
+        current = queue.pop(0)
+        if current in seen:
             continue
-        seen.add(each)
-        tree = tree_of(each)
-        texts.append(ast.unparse(tree))
-        waiting += _called(tree, each, owner)
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+        seen.add(current)
+        tree = tree_of(current)
+        sources.append(ast.unparse(tree))
+        queue += _find_callees(tree, current, owner)
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
 
 
-def _called(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> list[FunctionType]:
-    """The Python functions of the same file and the methods of `self` that are mentioned, in that order."""
+def _find_callees(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> list[FunctionType]:
+    """Return the functions of the same file and the methods of `self` that occur in the tree, in order."""
     callees = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             callees.append(function.__globals__.get(node.id))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             callees.append(getattr(owner, node.attr, None))
-    return [each for each in callees if isinstance(each, FunctionType)]
+    return [callee for callee in callees if isinstance(callee, FunctionType)]

@@ -1,16 +1,16 @@
-"""Changes to a Hugging Face model: loss without logits, LM head for our losses, fused layers, activations.
+"""Functions for Hugging Face models: loss without logits, the LM head, fused layers, activation budget.
 
-`patch`, with `logits` and `probes`, makes a call with labels compute its loss without logits; `heads`,
-`views` and `peft_heads` read the LM head. `fuse_layers` is that of `logitless.layers`. `activations` keeps
-what decoder layers save within a budget: `activation_plan` chooses the level of each layer, `saved_tensors`
-runs a layer at its level. Called by users and trainers. Imports transformers only, and PEFT for a head with
-adapters.
+`patch`, with `logits` and `probes`, makes a call with labels compute its loss without logits. `heads`,
+`views` and `peft_heads` read the LM head. `activations` limits the bytes that decoder layers save for the
+backward pass: `activation_plan` chooses the level of each layer, and `saved_tensors` runs a layer at its
+level. The package re-exports `logitless.layers.fuse_layers`. Users and trainers call it. It imports
+transformers only, and PEFT for a head with adapters.
 """
 
 import importlib
 from typing import Any
 
-_HOMES = {
+_MODULES = {
     "HeadView": "logitless.engine.head_view",
     "Patch": "logitless.models.patch",
     "check_trainer_arguments": "logitless.models.patch",
@@ -31,6 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Which decoder layers keep their activations: counted bytes, the ladder of levels, and the plan."""
+"""The activation plan: which level each decoder layer gets, from counted bytes and a budget."""
 
 import math
 import re
@@ -17,14 +17,14 @@ UNITS = {"": 1, "b": 1} | {
 
 
 def to_bytes(activation_budget: int | str) -> int:
-    """Bytes of a budget: a whole number, or text such as "12GiB", "12GB" or "1.5 GiB".
+    """Convert a budget to bytes: an int, or text such as "12GiB", "12GB" or "1.5 GiB".
 
     Raises:
-        TypeError: neither a whole number nor text.
-        ValueError: text of another form, or nothing positive.
+        TypeError: the budget is neither an int nor text.
+        ValueError: the text has another form, or the budget is not positive.
     """
     expected = "a positive number of bytes"
-    remedy = 'write "12GiB", or the bytes as a whole number'
+    remedy = 'write "12GiB", or pass the bytes as an int'
     budget = activation_budget
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
@@ -39,23 +39,24 @@ def to_bytes(activation_budget: int | str) -> int:
     return budget
 
 
-def in_gib(number: int) -> str:
-    """Bytes as text: GiB, or a smaller unit where GiB would read 0.0."""
+def format_bytes(nbytes: int) -> str:
+    """Return bytes as text, in the largest unit of which there is at least one."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} B"
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What one training forward pass does with each decoder layer.
+    """The level of each decoder layer in one training forward pass.
 
     Attributes:
-        levels: "full", "cheap" or "keep" of each layer, in the order in which they run.
-        bytes: what the layers are expected to hold after the forward pass.
-        budget: what this pass may hold: the activation budget, less what other graphs alive hold.
-        tokens: in the batch, padding included.
+        levels: "full", "cheap" or "keep" for each layer, in the order in which they run.
+        bytes: bytes that the layers are expected to hold after the forward pass.
+        budget: bytes that this pass may hold: the activation budget, less the bytes that other live graphs
+            hold.
+        tokens: number of tokens in the batch, padding included.
     """
 
     levels: tuple[str, ...]
@@ -64,120 +65,145 @@ class ActivationPlan:
     tokens: int
 
     def describe(self) -> str:
-        """One line: layers, tokens, levels and bytes."""
+        """Return one line: layers, tokens, levels and bytes."""
         kept, cheap, full = (self.levels.count(level) for level in ("keep", "cheap", "full"))
         return (
             f"{len(self.levels)} layers, {self.tokens:,} tokens: {kept} kept, {cheap} cheap, {full} full: "
-            f"{in_gib(self.bytes)} of {in_gib(self.budget)}"
+            f"{format_bytes(self.bytes)} of {format_bytes(self.budget)}"
         )
 
 
-# Numbers that attention adds to a sequence at most, for its tiles.
-PADDING = 128
+# Attention pads a sequence to a multiple of its tile size, by at most this many positions.
+MAX_PADDING = 128
 
 
 class Batch(NamedTuple):
-    """Size of a batch: all tokens, and the length of its sequences, padding included."""
+    """Size of a batch, padding included: number of tokens, and length of a sequence."""
 
     tokens: int
     length: int
 
     @property
     def is_square(self) -> bool:
-        """Whether the number of sequences is their length."""
+        """Whether the number of sequences equals their length."""
         return self.tokens == self.length**2
 
 
 class Rate(NamedTuple):
-    """Bytes by how they grow: not at all, with the tokens, with tokens times length (attention scores)."""
+    """Bytes `fixed + per_token * tokens + per_pair * tokens * length`; attention scores grow per pair."""
 
     fixed: float
-    by_token: float
-    by_square: float
+    per_token: float
+    per_pair: float
 
-    def of(self, batch: Batch) -> int:
-        grown = self.by_token * batch.tokens + self.by_square * batch.tokens * batch.length
+    def bytes_for(self, batch: Batch) -> int:
+        growing = self.per_token * batch.tokens + self.per_pair * batch.tokens * batch.length
         # Rates are quotients of whole numbers.
-        return math.ceil(self.fixed + grown * (1 - 1e-12))
+        return math.ceil(self.fixed + growing * (1 - 1e-12))
 
-    def at_least(self, other: "Rate") -> "Rate":
+    def maximum(self, other: "Rate") -> "Rate":
         return Rate(*map(max, self, other))
 
 
 @dataclass
 class Counts:
-    """Counted bytes, by what they belong to and by the size of the batch; the largest count of each.
+    """The largest counted bytes for each key and batch size.
 
-    A size that was counted has its count. Others follow from how storages grow, which their shapes tell:
-    unless the number of tokens is one of the model's own sizes, `widths`, so that shapes tell nothing. Then
-    the count is taken to grow with the square of the length.
+    A key is what the bytes belong to, such as a kind of layer at a level. For a batch size that was not
+    counted, bytes are predicted from the shapes of the counted storages, which show what grows with the
+    tokens and what with tokens times length. If the number of tokens or the length equals one of
+    `model_sizes`, or the number of sequences equals their length, shapes do not show it; the prediction is
+    then an upper bound: all counted bytes grow with tokens times length.
+
+    Attributes:
+        model_sizes: sizes of the model, such as the hidden size.
+        exact: (key, batch) -> bytes.
+        rates: key -> `Rate`, from the counts whose shapes show how the bytes grow.
     """
 
-    widths: frozenset[int]
+    model_sizes: frozenset[int]
     exact: dict[tuple[Hashable, Batch], int] = field(default_factory=dict)
     rates: dict[Hashable, Rate] = field(default_factory=dict)
 
     def add(
-        self, key: Hashable, batch: Batch, storages: Iterable[tuple[int, tuple[int, ...]]], weights: Iterable
+        self,
+        key: Hashable,
+        batch: Batch,
+        storages: Iterable[tuple[int, tuple[int, ...]]],
+        weight_shapes: Iterable,
     ) -> None:
-        """Count `storages` (bytes and shape). `weights`: shapes that autocast's copies of weights have."""
-        storages, weights = list(storages), set(weights)
+        """Record the bytes of `storages` (bytes, shape).
+
+        Storages with a shape of `weight_shapes` are autocast's copies of weights, whose bytes do not grow.
+        """
+        storages, weight_shapes = list(storages), set(weight_shapes)
         total = sum(nbytes for nbytes, _ in storages)
         self.exact[key, batch] = max(total, self.exact.get((key, batch), 0))
-        if {batch.tokens, batch.length} & self.widths or batch.is_square:
+        if {batch.tokens, batch.length} & self.model_sizes or batch.is_square:
             return
-        fixed = by_token = by_square = 0
+        fixed = per_token = per_pair = 0
         for nbytes, shape in storages:
-            if shape in weights or shape[::-1] in weights:
+            if shape in weight_shapes or shape[::-1] in weight_shapes:
                 fixed += nbytes
             elif sum(self._is_length(size, batch) for size in shape) > 1:
-                by_square += nbytes
+                per_pair += nbytes
             else:
-                by_token += nbytes
+                per_token += nbytes
         square = batch.tokens * batch.length
-        rate = Rate(fixed, by_token / batch.tokens, by_square / square)
-        self.rates[key] = rate.at_least(self.rates.get(key, rate))
+        rate = Rate(fixed, per_token / batch.tokens, per_pair / square)
+        self.rates[key] = rate.maximum(self.rates.get(key, rate))
 
     def _is_length(self, size: int, batch: Batch) -> bool:
-        """Whether a dimension is the sequence's, which attention may pad."""
-        return size not in self.widths and batch.length <= size <= batch.length + PADDING
+        """Whether `size` is the length of the sequences, which attention may have padded."""
+        return size not in self.model_sizes and batch.length <= size <= batch.length + MAX_PADDING
 
-    def bytes(self, key: Hashable, batch: Batch) -> int | None:
-        """Bytes for a batch; None where nothing was counted."""
+    def predict(self, key: Hashable, batch: Batch) -> int | None:
+        """Return the counted or predicted bytes for a batch size; None if the key was never counted."""
         if (key, batch) in self.exact:
             return self.exact[key, batch]
         if key in self.rates:
-            return self.rates[key].of(batch)
+            return self.rates[key].bytes_for(batch)
         bounds = (
-            math.ceil(count * max(1, batch.tokens / seen.tokens) * max(1, batch.length / seen.length))
-            for (counted, seen), count in self.exact.items()
-            if counted == key
+            math.ceil(
+                count
+                * max(1, batch.tokens / counted_batch.tokens)
+                * max(1, batch.length / counted_batch.length)
+            )
+            for (counted_key, counted_batch), count in self.exact.items()
+            if counted_key == key
         )
         return min(bounds, default=None)
 
 
-def ladder(opens: Sequence[bool]) -> Iterator[tuple[int, str]]:
-    """Upgrades (layer, level) from all layers full to all layers kept, in their order.
+def upgrades(is_cheap_smaller: Sequence[bool]) -> Iterator[tuple[int, str]]:
+    """Yield the upgrades (layer, new level) that lead from all layers "full" to all layers "keep".
 
-    From the last layer to the first: what is kept there is gone before the first layer is run again. `opens`:
-    whether the cheap level of a layer drops anything.
+    Each level is given to the last layer first: its tensors are freed before the first layer is recomputed.
+
+    Args:
+        is_cheap_smaller: for each layer, whether it holds less at "cheap" than at "keep".
     """
-    for layer in reversed(range(len(opens))):
-        if opens[layer]:
+    for layer in reversed(range(len(is_cheap_smaller))):
+        if is_cheap_smaller[layer]:
             yield layer, "cheap"
-    for layer in reversed(range(len(opens))):
+    for layer in reversed(range(len(is_cheap_smaller))):
         yield layer, "keep"
 
 
-def choose(costs: Sequence[dict[str, int]], shared: int, budget: int) -> tuple[tuple[str, ...], int]:
-    """Levels of the layers and their bytes: the longest beginning of the ladder that fits.
+def choose_levels(costs: Sequence[dict[str, int]], shared: int, budget: int) -> tuple[tuple[str, ...], int]:
+    """Return the level of each layer and the bytes of all: as many of the `upgrades` as fit into the budget.
 
-    It stops at the first upgrade that does not fit, also where a later one would. So a larger budget has all
-    upgrades of a smaller one, and its step takes no longer.
+    Stops at the first upgrade that does not fit, even if a later one would. Therefore a larger budget has all
+    upgrades of a smaller one, and recomputes no more.
+
+    Args:
+        costs: for each layer, a dict from level to bytes.
+        shared: bytes that all layers share.
+        budget: bytes that the layers may hold.
     """
     levels = ["full"] * len(costs)
     total = shared + sum(cost["full"] for cost in costs)
-    for layer, level in ladder([cost["cheap"] < cost["keep"] for cost in costs]):
+    for layer, level in upgrades([cost["cheap"] < cost["keep"] for cost in costs]):
         upgraded = total - costs[layer][levels[layer]] + costs[layer][level]
         if upgraded > budget:
             break

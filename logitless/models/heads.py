@@ -1,4 +1,4 @@
-"""Where a transformers model keeps its LM head, and how its parameters are read."""
+"""Find the LM head of a transformers model, and read its parameters."""
 
 from torch import Tensor, nn
 
@@ -7,30 +7,29 @@ from logitless.errors import value_error
 from logitless.parallel.groups import split_over_vocabulary
 
 COMPILED = "OptimizedModule"
-# The attribute with the wrapped module, by class of the wrapper. Classes of packages that the library does
-# not import are recognized by name.
+# Class name of a wrapper -> its attribute with the wrapped module. Classes are compared by name, because
+# the library does not import their packages.
 WRAPPERS = {
     "DistributedDataParallel": "module",
     COMPILED: "_orig_mod",
     "_FabricModule": "module",
     "DeepSpeedEngine": "module",
 }
-ONE_PROCESS = "start it with torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES"
+ONE_PROCESS = "use torchrun or accelerate launch, or select one GPU with CUDA_VISIBLE_DEVICES"
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model under the wrappers of DDP, torch.compile, Lightning Fabric and DeepSpeed, which accelerate
-    puts around a model too.
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of DDP, torch.compile, Lightning Fabric and DeepSpeed.
 
     Raises:
-        ValueError: for `nn.DataParallel` and FSDP1, by name.
+        ValueError: the wrapper is `nn.DataParallel` or FSDP1.
     """
     while isinstance(model, nn.Module):
         name = type(model).__name__
         if name == "DataParallel":
             raise value_error("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS)
         if name == "FullyShardedDataParallel":
-            expected = "a model that is sharded by FSDP2, if at all"
+            expected = "a model that is not sharded, or sharded by FSDP2"
             raise value_error("model", expected, f"FSDP1's {name}", "shard it with fully_shard")
         if name not in WRAPPERS:
             break
@@ -39,46 +38,54 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def base_of(model: nn.Module, *, keep_compiled: bool = False) -> nn.Module:
-    """The transformers model under its wrappers and under PEFT's adapters.
+    """Return the transformers model inside its wrappers and PEFT's adapters.
 
-    With `keep_compiled`, the wrapper of torch.compile around a model without adapters is returned, because
-    the module under it runs uncompiled.
+    With `keep_compiled`, a model without adapters keeps the wrapper of torch.compile, because the module
+    inside it would run uncompiled.
     """
     if keep_compiled and type(model).__name__ == COMPILED and not hasattr(model, "get_base_model"):
         return model
-    model = unwrapped(model)
+    model = unwrap(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """The model's LM head module."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = None if find is None else find()
-    remedy = "pass AutoModelForCausalLM's"
+    """Return the model's LM head module.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+    remedy = "pass a model of AutoModelForCausalLM"
     if not isinstance(head, nn.Module):
         expected = "a causal language model with an LM head"
         raise value_error("model", expected, type(model).__name__, remedy)
     return head
 
 
-def split_head(model: nn.Module) -> Tensor | None:
-    """The weight of a head whose rows tensor parallelism has spread over the ranks; None for any other."""
+def sharded_head_weight(model: nn.Module) -> Tensor | None:
+    """Return the head's weight if tensor parallelism shards its rows over the ranks, else None."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
     return weight if split_over_vocabulary(weight) else None
 
 
 def read_head(head: nn.Module) -> HeadView:
-    """The parameters of a head that is also called, so that its hooks run."""
+    """Return the parameters of a head that is also called, so that its hooks run."""
     view = view_of(head, "model", called=True)
-    bias = None if view.bias is None else _readable(view.bias)
-    return view._replace(weight=_readable(view.weight), bias=bias)
+    bias = None if view.bias is None else _read_parameter(view.bias)
+    return view._replace(weight=_read_parameter(view.weight), bias=bias)
 
 
-def _readable(x: Tensor) -> Tensor:
-    """A parameter that can be read after DeepSpeed ZeRO-3 has emptied it again, also in the backward pass."""
+def _read_parameter(x: Tensor) -> Tensor:
+    """Return the parameter, or under DeepSpeed ZeRO-3 a copy, which can also be read in the backward pass.
+
+    Raises:
+        ValueError: the parameter is offloaded.
+    """
     if x.device.type == "meta":
         expected = "an LM head on a device"
-        remedy = "give it a device of its own in device_map"
+        remedy = "assign the head to a device in device_map"
         raise value_error("model", expected, "one that is offloaded", remedy)
     if not hasattr(x, "ds_id"):
         return x

@@ -1,18 +1,21 @@
-"""What a decoder layer saves for its backward pass: kept and counted, or dropped and made again.
+"""What a decoder layer saves for its backward pass: tensors that are kept and counted, or recomputed.
 
-A layer runs under hooks of autograd (`torch.autograd.graph.saved_tensors_hooks`). In the place of each tensor
-that an operator saves, the hook hands autograd one of these:
+A layer runs under autograd's hooks for saved tensors (`torch.autograd.graph.saved_tensors_hooks`). For each
+tensor that an operator saves, the pack hook returns one of these objects, which autograd saves instead:
 
-    Kept           the tensor; its storage is counted until the object dies
-    a tuple        the tensor, its version, and LayerBytes where the bytes of the layer are known: these are
-                   counted until the last such tuple dies. A parameter, or a view of one, is not counted
-    FromRecipe     nothing; a fused operator's output, made again from what that operator saves ("cheap")
-    FromLayer      nothing; the whole layer is run again from its inputs ("full")
+    SavedTensor       holds the tensor; its storage is counted as long as the object lives
+    a tuple           holds the tensor, its version, and a `LayerBytes` if the bytes of the layer are known:
+                      these are counted as long as one such tuple lives. A parameter, or a view of one, is
+                      not counted
+    RecipeOutput      holds no tensor: the output of a fused operator, recomputed from the tensors that the
+                      operator saves (level "cheap")
+    RecomputedTensor  holds no tensor: the whole layer is recomputed from its inputs (level "full")
 
-Hooks cost host time for each saved tensor. Where the bytes of a layer are known, its storages are not counted
-again, and hooks of a kept layer are removed after the first tensor.
+Hooks cost host time for each saved tensor. If the bytes of a layer are known, its storages are not counted
+again, and the hooks of a layer at level "keep" are removed after its first saved tensor.
 
-All of them check, as autograd does without hooks, that no operation in place has changed a tensor meanwhile.
+Unpacking raises, as autograd does without hooks, if an in-place operation has changed a tensor since it was
+saved.
 """
 
 import functools
@@ -34,32 +37,33 @@ CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
     "a tensor of shape {} is at version {}; expected version {} instead."
 )
-# Autograd nodes of views: what they return has the storage that they were given.
+# Names of the autograd nodes of operators whose output is a view of their input.
 VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute")}
 
 
-class Storage(NamedTuple):
-    """A storage that was counted, and the shape of the tensor that was saved first."""
+class StorageSize(NamedTuple):
+    """Bytes of a storage, and the shape of the first saved tensor that uses the storage."""
 
     bytes: int
     shape: tuple[int, ...]
 
 
-class Held:
-    """The storages that layers hold, each counted once."""
+class StorageCounter:
+    """Total bytes of the storages that layers hold, each storage counted once."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._counts: dict[int, list[int]] = {}  # storage -> [number of Kept, bytes]
-        # Tensors are let go by autograd's threads too, and where the garbage collector runs.
+        self._counts: dict[int, list[int]] = {}  # storage -> [number of SavedTensors, bytes]
+        # Tensors are also freed in autograd's threads, and where the garbage collector runs.
         self._lock = threading.RLock()
 
-    def change(self, nbytes: int) -> None:
-        """Count bytes whose storages are not told apart; negative: no more."""
+    def add_bytes(self, nbytes: int) -> None:
+        """Add `nbytes` to the total (negative to subtract) without tracking storages."""
         with self._lock:
             self.bytes += nbytes
 
     def add(self, storage: torch.UntypedStorage) -> int:
+        """Count one more use of a storage; return the key to `remove` it with."""
         key = storage._cdata
         with self._lock:
             entry = self._counts.get(key)
@@ -70,6 +74,7 @@ class Held:
         return key
 
     def remove(self, key: int) -> None:
+        """Count one use of a storage less; at none, subtract its bytes."""
         with self._lock:
             entry = self._counts[key]
             entry[0] -= 1
@@ -79,15 +84,16 @@ class Held:
 
 
 class Graph:
-    """One forward pass, alive as long as anything that it has saved."""
+    """One forward pass. It lives as long as an object that was saved in it for the backward pass."""
 
-    def __init__(self, held: Held, explain: Callable[[ActivationPlan | None], str]) -> None:
-        self.held, self.explain = held, explain
+    def __init__(self, counter: StorageCounter, explain: Callable[[ActivationPlan | None], str]) -> None:
+        self.counter = counter
+        self.explain = explain
         self.plan: ActivationPlan | None = None
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Where memory runs out inside, the error gets a note."""
+    def add_memory_note(self) -> Iterator[None]:
+        """Context that adds the note of `explain` to an out-of-memory error."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -97,55 +103,60 @@ class Graph:
             raise
 
 
-class Kept:
-    # Detached: with its node of the graph, a tensor that its own node saves would never be freed.
+class SavedTensor:
+    """A saved tensor, whose storages are counted as long as this object lives.
+
+    The tensor is detached: otherwise a tensor that is saved by its own `grad_fn` would never be freed.
+    """
+
     __slots__ = ("graph", "keys", "tensor", "version")
 
     def __init__(self, graph: Graph, x: Tensor) -> None:
         self.tensor = x.detach()
         self.version = x._version
         self.graph = graph
-        self.keys = [graph.held.add(storage) for storage in storages(x)]
+        self.keys = [graph.counter.add(storage) for storage in storages_of(x)]
 
     def get(self) -> Tensor:
         return unpack((self.tensor, self.version, None))
 
     def __del__(self) -> None:
         for key in getattr(self, "keys", ()):
-            self.graph.held.remove(key)
+            self.graph.counter.remove(key)
 
 
 class LayerBytes:
-    """The known bytes of a layer, counted as long as anything that the layer has saved refers to them."""
+    """The known bytes of a layer, counted as long as this object lives: as long as a tuple of `pack` does."""
 
     __slots__ = ("bytes", "graph", "shared")
 
-    def __init__(self, graph: Graph, nbytes: int, shared: Sequence[Kept]) -> None:
+    def __init__(self, graph: Graph, nbytes: int, shared: Sequence[SavedTensor]) -> None:
         self.bytes = nbytes
         self.shared = shared
         self.graph = graph
-        graph.held.change(nbytes)
+        graph.counter.add_bytes(nbytes)
 
-    def keep(self, x: Tensor) -> tuple[Tensor, int, "LayerBytes"]:
+    def pack(self, x: Tensor) -> tuple[Tensor, int, "LayerBytes"]:
         return x.detach(), x._version, self
 
     def __del__(self) -> None:
-        self.graph.held.change(-self.bytes)
+        self.graph.counter.add_bytes(-self.bytes)
 
 
-def storages(x: Tensor) -> list[torch.UntypedStorage]:
-    """The storage of a tensor, or those of the tensors inside (DTensor and other subclasses)."""
+def storages_of(x: Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of a tensor: one, or for a subclass such as DTensor those of its inner tensors."""
     if type(x) in (Tensor, nn.Parameter) or not hasattr(x, "__tensor_flatten__"):
         return [x.untyped_storage()]
-    return [found for name in x.__tensor_flatten__()[0] for found in storages(getattr(x, name))]
+    return [storage for name in x.__tensor_flatten__()[0] for storage in storages_of(getattr(x, name))]
 
 
 def is_parameter(x: Tensor) -> bool:
-    """Whether x is a parameter or a view of one; products save weights transposed."""
+    """Whether x is a parameter or a view of one, such as the transposed weight that a product saves."""
     return isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 def unpack(saved: Any) -> Any:
+    """Return the tensor of an object that a pack hook returned: the unpack hook."""
     if type(saved) is not tuple:
         return saved if saved is None or isinstance(saved, Tensor) else saved.get()
     x, version, _ = saved
@@ -154,20 +165,21 @@ def unpack(saved: Any) -> Any:
     return x
 
 
-class Autocast:
-    """The state of autocast on a device, to compute something again in."""
+class AutocastState:
+    """Autocast's state on a device at the time of construction."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.state = self._now()
+        self.state = self._current_state()
 
-    def _now(self) -> tuple[bool, torch.dtype]:
-        kind = self.device_type
-        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    def _current_state(self) -> tuple[bool, torch.dtype]:
+        device_type = self.device_type
+        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
-    def restored(self) -> AbstractContextManager:
+    def restore(self) -> AbstractContextManager:
+        """Return a context with this state of autocast."""
         enabled, dtype = self.state
-        if self._now() == self.state:
+        if self._current_state() == self.state:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=dtype, enabled=enabled)
 
@@ -175,113 +187,127 @@ class Autocast:
 # --- A fused operator's outputs
 
 
-class Output:
-    """An output of a fused operator: its storage and what can be told from it."""
+class OperatorOutput:
+    """Storage, dtype and memory layout of a fused operator's output."""
 
-    __slots__ = ("dtype", "is_contiguous", "is_whole", "numbers", "storage")
+    __slots__ = ("dtype", "is_contiguous", "is_whole", "numel", "storage")
 
     def __init__(self, x: Tensor) -> None:
-        # Until the layer has run, so that no other storage takes its address.
+        # Held until the layer has run, so that no other storage gets its address.
         self.storage = x.untyped_storage()
         self.dtype = x.dtype
         self.is_contiguous = x.is_contiguous()
-        self.numbers = x.numel()
-        # The whole storage is made, from its first number on.
-        self.is_whole = self.storage.nbytes() == self.numbers * x.element_size()
+        self.numel = x.numel()
+        # The output fills its storage from the first element on, as the recomputed output does.
+        self.is_whole = self.storage.nbytes() == self.numel * x.element_size()
 
 
 class Recipe:
-    """Outputs of a fused operator that are made again, once for all that use them."""
+    """How to recompute the outputs of a fused operator: `make(*inputs)`, once for all dropped outputs.
+
+    Attributes:
+        make: function that recomputes the outputs.
+        inputs: arguments of `make`; once an output was dropped, what `LayerRun.pack_cheap` packed them into.
+        versions: versions of the inputs.
+        num_uses: number of dropped outputs, that is, of `RecipeOutput`s.
+        num_left: number of dropped outputs that were not read since the outputs were recomputed.
+        outputs: the recomputed outputs, until all dropped ones were read.
+    """
 
     def __init__(self, make: Callable, inputs: Sequence[Any]) -> None:
         self.make = make
         self.inputs = inputs
         self.versions = [None if x is None else x._version for x in inputs]
-        self.uses = self.left = 0
-        self.made: Sequence[Tensor | None] | None = None
+        self.num_uses = 0
+        self.num_left = 0
+        self.outputs: Sequence[Tensor | None] | None = None
 
     def is_valid(self) -> bool:
-        """Whether the inputs still have the values that the outputs were made from."""
-        return self.uses > 0 or self.versions == [None if x is None else x._version for x in self.inputs]
+        """Whether the inputs still have the values from which the outputs were computed."""
+        return self.num_uses > 0 or self.versions == [None if x is None else x._version for x in self.inputs]
 
-    def dropped(self, run: "LayerRun") -> None:
-        """An output is dropped: the inputs must stay, or have a recipe themselves."""
-        self.uses += 1
-        if self.uses == 1:
-            self.graph, self.autocast = run.graph, run.autocast
+    def drop_output(self, run: "LayerRun") -> None:
+        """Note that an output is dropped; at the first one, pack the inputs as the level "cheap" does."""
+        self.num_uses += 1
+        if self.num_uses == 1:
+            self.graph = run.graph
+            self.autocast = run.autocast
             self.inputs = [x if x is None else run.pack_cheap(x) for x in self.inputs]
 
     def get(self, index: int) -> Tensor:
-        if self.made is None:
-            with self.graph.computing(), torch.no_grad(), self.autocast.restored():
-                self.made = self.make(*map(unpack, self.inputs))
-            self.left = self.uses
-        tensor = self.made[index]
-        self.left -= 1
-        if self.left == 0:
-            self.made = None  # made anew for a second backward pass over the same graph
-        return tensor
+        """Return output `index`, recomputed."""
+        if self.outputs is None:
+            with self.graph.add_memory_note(), torch.no_grad(), self.autocast.restore():
+                self.outputs = self.make(*map(unpack, self.inputs))
+            self.num_left = self.num_uses
+        output = self.outputs[index]
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.outputs = None  # a second backward pass over the graph recomputes them again
+        return output
 
 
-class FromRecipe:
-    __slots__ = ("dtype", "index", "place", "recipe")
+class RecipeOutput:
+    """A dropped output of a fused operator, a view of it, or a copy in another dtype."""
+
+    __slots__ = ("dtype", "index", "layout", "recipe")
 
     def __init__(self, recipe: Recipe, index: int, x: Tensor) -> None:
         self.recipe = recipe
         self.index = index
         self.dtype = x.dtype
-        self.place = x.size(), x.stride(), x.storage_offset()
+        self.layout = x.size(), x.stride(), x.storage_offset()
 
     def get(self) -> Tensor:
-        return self.recipe.get(self.index).to(self.dtype).as_strided(*self.place)
+        return self.recipe.get(self.index).to(self.dtype).as_strided(*self.layout)
 
 
 class Recipes:
-    """What the fused operators of a layer have returned, while the layer runs."""
+    """The outputs of the fused operators of a layer, while the layer runs: a `layers.recipes.Collector`."""
 
     def __init__(self) -> None:
-        self.by_storage: dict[int, tuple[Recipe, int, Output]] = {}
-        self.by_node: dict[tuple[object, int], tuple[Recipe, int, Output]] = {}
+        self.by_storage: dict[int, tuple[Recipe, int, OperatorOutput]] = {}
+        self.by_node: dict[tuple[object, int], tuple[Recipe, int, OperatorOutput]] = {}
         self.dtypes: set[torch.dtype] = set()
 
     def add(self, node: object, outputs: Sequence, make: Callable, inputs: Sequence) -> None:
         recipe = Recipe(make, inputs)
         for index, x in enumerate(outputs):
             if x is not None and type(x) is Tensor:
-                output = Output(x)
+                output = OperatorOutput(x)
                 entry = recipe, index, output
                 self.by_storage[output.storage._cdata] = self.by_node[node, index] = entry
                 self.dtypes.add(x.dtype)
 
     def find(self, x: Tensor) -> tuple[Recipe, int] | None:
-        """The recipe of a tensor that is an operator's output, a view of it, or autocast's copy of it."""
+        """Return (recipe, output index) if x is an operator's output, a view of one, or autocast's copy."""
         if type(x) is not Tensor:
             return None
-        made_by = self.by_storage.get(x.untyped_storage()._cdata)
-        if made_by is None:
-            # A copy has another dtype than the output that it was made of.
+        entry = self.by_storage.get(x.untyped_storage()._cdata)
+        if entry is None:
+            # A copy by autocast has another dtype than the output.
             return None if self.dtypes <= {x.dtype} else self._find_source(x)
-        recipe, index, output = made_by
-        same = x.dtype == output.dtype and output.is_whole and x._version == 0
-        return (recipe, index) if same and recipe.is_valid() else None
+        recipe, index, output = entry
+        is_unchanged = x.dtype == output.dtype and output.is_whole and x._version == 0
+        return (recipe, index) if is_unchanged and recipe.is_valid() else None
 
     def _find_source(self, x: Tensor) -> tuple[Recipe, int] | None:
-        """The recipe of the output of which x is a copy in another dtype, or a view of such a copy."""
-        made_by = self.by_node.get(_copied_from(x))
-        if made_by is None or x._version != 0:
+        """Return (recipe, output index) if x is an output cast to another dtype, or a view of one."""
+        entry = self.by_node.get(_cast_source(x))
+        if entry is None or x._version != 0:
             return None
-        recipe, index, output = made_by
-        whole = output.is_whole and x.untyped_storage().nbytes() == output.numbers * x.element_size()
-        return (recipe, index) if whole and output.is_contiguous and recipe.is_valid() else None
+        recipe, index, output = entry
+        is_whole_copy = output.is_whole and x.untyped_storage().nbytes() == output.numel * x.element_size()
+        return (recipe, index) if is_whole_copy and output.is_contiguous and recipe.is_valid() else None
 
     def close(self) -> None:
-        """The layer has run: only what its saved tensors need stays."""
+        """Forget the outputs when the layer has run; the recipes that dropped outputs use stay alive."""
         self.by_storage.clear()
         self.by_node.clear()
 
 
-def _copied_from(x: Tensor) -> tuple[object, int] | None:
-    """The output of a node of which x is a copy in another dtype, or a view of such a copy."""
+def _cast_source(x: Tensor) -> tuple[object, int] | None:
+    """Return (node, output index) of the tensor that was cast to x or to x's base; None if none was."""
     node = x.grad_fn
     while node is not None and type(node).__name__ in VIEWS:
         node = node.next_functions[0][0]
@@ -290,76 +316,79 @@ def _copied_from(x: Tensor) -> tuple[object, int] | None:
     return node.next_functions[0]
 
 
-# --- A layer that is run again
+# --- A layer that is recomputed
 
 
-class LayerAgain:
-    """A layer whose inputs are all that is held of it: the first tensor that is asked for runs it again."""
+class RecomputedLayer:
+    """A layer at level "full": holds its inputs; reading one saved tensor recomputes all of them."""
 
     def __init__(self, graph: Graph, function: functools.partial, args: tuple, device: torch.device) -> None:
-        self.graph, self.function = graph, function
-        # Keyword arguments are shared by all layers: angles and masks.
-        self.given = tree_map_only(
-            Tensor, lambda x: x if is_parameter(x) else Input(graph, x), (args, function.keywords)
+        self.graph = graph
+        self.function = function
+        # Keyword arguments, such as angles and masks, are shared by all layers.
+        self.inputs = tree_map_only(
+            Tensor, lambda x: x if is_parameter(x) else LayerInput(graph, x), (args, function.keywords)
         )
-        self.autocast = Autocast(device.type)
+        self.autocast = AutocastState(device.type)
         self.rng = RandomState(device)
-        self.count = 0
-        self.made: dict[int, Tensor] = {}
+        self.num_saved = 0
+        self.saved: dict[int, Tensor] = {}
 
-    def pack(self, x: Tensor) -> "FromLayer":
-        self.count += 1
-        return FromLayer(self, self.count - 1, x)
+    def pack(self, x: Tensor) -> "RecomputedTensor":
+        self.num_saved += 1
+        return RecomputedTensor(self, self.num_saved - 1, x)
 
     def get(self, index: int) -> Tensor:
-        if index not in self.made:
+        if index not in self.saved:
             self._run()
-        return self.made.pop(index)
+        return self.saved.pop(index)
 
     def _run(self) -> None:
-        made: dict[int, Tensor] = {}
+        saved: dict[int, Tensor] = {}
 
-        def keep(x: Tensor) -> Tensor:
-            made[len(made)] = x.detach()
-            if len(made) == self.count:
-                raise _AllMade
+        def record(x: Tensor) -> Tensor:
+            saved[len(saved)] = x.detach()
+            if len(saved) == self.num_saved:
+                raise _RecomputeDone
             return x.detach()
 
-        args, keywords = tree_map_only(Input, Input.get, self.given)
-        again = functools.partial(self.function.func, *self.function.args, **keywords)
-        with self.graph.computing(), self.rng.restored(), torch.enable_grad(), self.autocast.restored():
+        args, keywords = tree_map_only(LayerInput, LayerInput.get, self.inputs)
+        rerun = functools.partial(self.function.func, *self.function.args, **keywords)
+        with self.graph.add_memory_note(), self.rng.restore(), torch.enable_grad(), self.autocast.restore():
             try:
-                with saved_tensors_hooks(keep, lambda x: x):
-                    again(*args)
-            except _AllMade:
+                with saved_tensors_hooks(record, lambda x: x):
+                    rerun(*args)
+            except _RecomputeDone:
                 pass
-        if len(made) != self.count:
+        if len(saved) != self.num_saved:
             raise RuntimeError(
-                f"layer: expected {self.count} saved tensors when it is run again, got {len(made)}; it does "
-                "not compute the same a second time: fit_activations cannot be used with it."
+                f"layer: expected {self.num_saved} saved tensors when it is recomputed, got {len(saved)}; "
+                "its computation is not repeatable, so run the model without fit_activations."
             )
-        self.made = made
+        self.saved = saved
 
 
-class Input:
-    """A tensor that a layer was called with."""
+class LayerInput:
+    """A tensor argument of a layer."""
 
     def __init__(self, graph: Graph, x: Tensor) -> None:
-        self.kept = Kept(graph, x)
+        self.saved = SavedTensor(graph, x)
         self.requires_grad = x.requires_grad
 
     def get(self) -> Tensor:
-        return self.kept.get().detach().requires_grad_(self.requires_grad)
+        return self.saved.get().detach().requires_grad_(self.requires_grad)
 
 
-class _AllMade(Exception):
-    """Ends a layer's second run as soon as it has saved everything."""
+class _RecomputeDone(Exception):
+    """Raised to end the recomputation of a layer once all its saved tensors are recomputed."""
 
 
-class FromLayer:
+class RecomputedTensor:
+    """A saved tensor of a `RecomputedLayer`."""
+
     __slots__ = ("dtype", "index", "layer", "shape")
 
-    def __init__(self, layer: LayerAgain, index: int, x: Tensor) -> None:
+    def __init__(self, layer: RecomputedLayer, index: int, x: Tensor) -> None:
         self.layer = layer
         self.index = index
         self.shape = x.shape
@@ -369,15 +398,15 @@ class FromLayer:
         recomputed = self.layer.get(self.index)
         if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
             raise RuntimeError(
-                f"layer: expected a saved tensor {tuple(self.shape)} {self.dtype} when it is run again, got "
-                f"{tuple(recomputed.shape)} {recomputed.dtype}; it does not compute the same a second time: "
-                "fit_activations cannot be used with it."
+                f"layer: expected a saved tensor {tuple(self.shape)} {self.dtype} when it is recomputed, got "
+                f"{tuple(recomputed.shape)} {recomputed.dtype}; its computation is not repeatable, so run "
+                "the model without fit_activations."
             )
         return recomputed
 
 
 class RandomState:
-    """The random state of the CPU and of a device, to run dropout in again."""
+    """The random state of the CPU and of a device at the time of construction, to repeat dropout."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -386,7 +415,7 @@ class RandomState:
         self.state = None if self.module is None else self.module.get_rng_state(device)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         devices = [] if self.module is None else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
             torch.set_rng_state(self.cpu)
@@ -399,106 +428,112 @@ class RandomState:
 
 
 class LayerRun:
-    """The forward pass of one layer at one level, under hooks.
+    """Runs the forward pass of one layer at one level, under hooks for saved tensors.
 
-    Without `nbytes`, the known bytes of the layer, storages are counted one by one.
+    Args:
+        graph: the forward pass of the model.
+        level: "keep", "cheap" or "full".
+        autocast: autocast's state of the forward pass.
+        sizes: where to count the bytes of every level; None: they are not counted.
+        layer_bytes: the known bytes of the layer; None: storages are counted one by one.
     """
 
     def __init__(
         self,
         graph: Graph,
         level: str,
-        autocast: Autocast,
-        sizes: "Sizes | None" = None,
-        nbytes: LayerBytes | None = None,
+        autocast: AutocastState,
+        sizes: "LayerSizes | None" = None,
+        layer_bytes: LayerBytes | None = None,
     ) -> None:
         self.graph = graph
         self.level = level
         self.autocast = autocast
         self.sizes = sizes
-        self.keep = self._count if nbytes is None else nbytes.keep
+        self.pack_keep = self._count if layer_bytes is None else layer_bytes.pack
         self.recipes = Recipes() if level == "cheap" or sizes is not None else None
 
     def __call__(self, function: functools.partial, *args: Any, device: torch.device) -> Any:
-        pack = {"keep": self.keep, "cheap": self.pack_cheap}.get(self.level)
+        pack = {"keep": self.pack_keep, "cheap": self.pack_cheap}.get(self.level)
         if pack is None:
-            pack = LayerAgain(self.graph, function, args, device).pack
+            pack = RecomputedLayer(self.graph, function, args, device).pack
         hook = pack if self.sizes is None else functools.partial(self._measure, pack)
-        collecting = nullcontext() if self.recipes is None else recipes.collecting(self.recipes)
+        context = nullcontext() if self.recipes is None else recipes.collecting(self.recipes)
         try:
-            with saved_tensors_hooks(hook, unpack), collecting:
+            with saved_tensors_hooks(hook, unpack), context:
                 return function(*args)
         finally:
-            # Autograd keeps the hook, and so all that this object holds.
+            # Autograd keeps the pack hook alive, and with it this object.
             if self.recipes is not None:
                 self.recipes.close()
-            self.recipes = self.sizes = self.keep = None
+            self.recipes = self.sizes = self.pack_keep = None
 
     def _count(self, x: Tensor) -> Any:
-        return (x.detach(), x._version, None) if is_parameter(x) else Kept(self.graph, x)
+        return (x.detach(), x._version, None) if is_parameter(x) else SavedTensor(self.graph, x)
 
     def pack_cheap(self, x: Tensor) -> Any:
         match = self.recipes.find(x)
         if match is None:
-            return self.keep(x)
+            return self.pack_keep(x)
         recipe, index = match
-        recipe.dropped(self)
-        return FromRecipe(recipe, index, x)
+        recipe.drop_output(self)
+        return RecipeOutput(recipe, index, x)
 
     def _measure(self, pack: Callable[[Tensor], Any], x: Tensor) -> Any:
         if not is_parameter(x):
-            self.sizes.saved(x, self.recipes)
+            self.sizes.add(x, self.recipes)
         return pack(x)
 
 
-def run_kept(
-    graph: Graph, nbytes: int, shared: Sequence[Kept], function: functools.partial, *args: Any
+def run_kept_layer(
+    graph: Graph, nbytes: int, shared: Sequence[SavedTensor], function: functools.partial, *args: Any
 ) -> Any:
-    """The forward pass of a kept layer that is known to hold `nbytes`, and `shared` with other layers.
+    """Run a layer at level "keep" that is known to hold `nbytes`, and `shared` together with other layers.
 
-    The backward pass of the layer ends at the operator that saved the first tensor; autograd frees it there.
+    Only the first saved tensor is packed with the `LayerBytes`. Autograd frees it when the backward pass of
+    the layer ends.
     """
 
     def pack(x: Tensor) -> tuple:
-        # Autograd calls the innermost hooks: these are the ones that are removed.
+        # Autograd calls only the innermost hooks: they are these, so `close` removes these.
         hooks.close()
-        return LayerBytes(graph, nbytes, shared).keep(x)
+        return LayerBytes(graph, nbytes, shared).pack(x)
 
     with ExitStack() as hooks:
         hooks.enter_context(saved_tensors_hooks(pack, unpack))
         return function(*args)
 
 
-class Sizes:
-    """Bytes that a layer holds at each level, counted while it runs at any of them."""
+class LayerSizes:
+    """The storages that a layer would hold at "keep" and at "cheap", counted while it runs at any level."""
 
     def __init__(self, shared: set[int]) -> None:
-        # Storages of keyword arguments: what all layers share is counted by the forward pass.
-        self.levels: dict[str, list[Storage]] = {"keep": [], "cheap": []}
-        self._seen = {"keep": set(shared), "cheap": set(shared)}
-        self._made: set[Recipe] = set()
-        # An address is not given to another storage while a weak reference to the first exists.
+        self.levels: dict[str, list[StorageSize]] = {"keep": [], "cheap": []}
+        # `shared` are storages of keyword arguments, which `ForwardPass` counts once for all layers.
+        self._counted = {"keep": set(shared), "cheap": set(shared)}
+        self._added_recipes: set[Recipe] = set()
+        # As long as a weak reference to a storage exists, no other storage gets its address.
         self._references: list[StorageWeakRef] = []
 
-    def saved(self, x: Tensor, recipes: Recipes) -> None:
+    def add(self, x: Tensor, recipes: Recipes) -> None:
         self._count("keep", x)
-        self._saved_cheap(x, recipes)
+        self._add_cheap(x, recipes)
 
-    def _saved_cheap(self, x: Tensor, recipes: Recipes) -> None:
+    def _add_cheap(self, x: Tensor, recipes: Recipes) -> None:
         match = recipes.find(x)
         if match is None:
             self._count("cheap", x)
-        elif match[0] not in self._made:
+        elif match[0] not in self._added_recipes:
             recipe = match[0]
-            self._made.add(recipe)
+            self._added_recipes.add(recipe)
             for packed in recipe.inputs:
                 tensor = unpack(packed)
                 if tensor is not None and not is_parameter(tensor):
-                    self._saved_cheap(tensor, recipes)
+                    self._add_cheap(tensor, recipes)
 
     def _count(self, level: str, x: Tensor) -> None:
-        for storage in storages(x):
-            if storage._cdata not in self._seen[level]:
-                self._seen[level].add(storage._cdata)
+        for storage in storages_of(x):
+            if storage._cdata not in self._counted[level]:
+                self._counted[level].add(storage._cdata)
                 self._references.append(StorageWeakRef(storage))
-                self.levels[level].append(Storage(storage.nbytes(), tuple(x.shape)))
+                self.levels[level].append(StorageSize(storage.nbytes(), tuple(x.shape)))

@@ -1,4 +1,4 @@
-"""GPUs that `estimate` can plan for on a machine without them."""
+"""The GPUs that `estimate` can plan for on a machine without them."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ GIB = 2**30
 
 
 class Card(NamedTuple):
-    """A GPU, as the plan of a call depends on it.
+    """The properties of a GPU on which the plan of a call depends.
 
     Attributes:
-        name: such as "h100-80".
-        memory: bytes, as sold; a driver reports a little less.
-        generation: major number of the compute capability.
+        name: name such as "h100-80".
+        memory: nominal memory in bytes; the driver reports a little less.
+        generation: major version of the compute capability.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Card(NamedTuple):
         return f"{self.name} ({self.memory / GIB:g} GiB)"
 
 
-# Memory in GiB as sold, and major number of the compute capability.
+# (name, nominal memory in GiB, major version of the compute capability).
 CARDS = {
     name: Card(name, memory * GIB, generation)
     for name, memory, generation in (
@@ -44,16 +44,19 @@ CARDS = {
 }
 
 
-def card_of(card: str | None, memory: int | None) -> Card | None:
-    """The card that is asked for by name, by its memory in bytes or by both; None if by neither.
+def find_card(card: str | None, memory: int | None) -> Card | None:
+    """Return the card with a name, a memory in bytes, or both; None if neither is passed.
 
-    Memory alone describes a GPU that runs the portable Triton kernels and has none for its generation.
+    A card without a name runs the portable Triton kernels, and none that is specific to a generation.
+
+    Raises:
+        ValueError: the name is unknown, or the memory is below 1 GiB.
     """
     if card is not None:
         check_choice("card", card, CARDS)
     if memory is None:
         return None if card is None else CARDS[card]
     if memory < GIB:
-        remedy = "pass bytes, such as 80 * 2**30; 80GiB on the command line"
+        remedy = "pass bytes, such as 80 * 2**30, or 80GiB on the command line"
         raise value_error("memory", "at least 1 GiB in bytes", memory, remedy)
     return Card("GPU", memory, 0) if card is None else CARDS[card]._replace(memory=memory)

@@ -18,15 +18,15 @@ from logitless.engine.spec import LossSpec
 from logitless.errors import type_error, value_error
 from logitless.losses.base import LinearLoss
 from logitless.losses.inputs import HeadWeight
-from logitless.tools.leaves import Leaves, flat
+from logitless.tools.leaves import Leaves, flatten
 from logitless.tools.oracle import Oracle, logits_bytes
 
-MOST_LOGITS = 2**30
+MAX_LOGITS_BYTES = 2**30
 ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"
-# More than any call needs whose logits are within the limit.
+# A budget within which any call of at most MAX_LOGITS_BYTES has one chunk.
 AMPLE_BUDGET = 2**40
-# Into so many chunks the logits are cut, or more.
-CHUNKS = 5
+# Least number of chunks in the call with many chunks.
+MIN_CHUNKS = 5
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
@@ -36,25 +36,25 @@ def relative_error(actual: Tensor, truth: Tensor) -> float:
 
 
 def allowed_error(naive: float, dtype: torch.dtype) -> float:
-    """The 2x-naive rule: the relative error that a result of this dtype may have.
+    """Return the relative error that a result may have: twice the naive error, plus 8 eps.
 
     Args:
         naive: relative error of plain PyTorch on full logits in the operands' dtype.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     return 2 * naive + 8 * torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found; true where everything is within its tolerance.
+    """Result of `check`; true if every error is within its tolerance.
 
     Attributes:
-        errors: by "one chunk: name" and "many chunks: name", the error of `loss`, of each metric and of the
-            gradient `d_name` of each tensor that requires one. It is relative; absolute where the truth is 0
-            and for metrics below 1.
-        allowed: the largest acceptable error of each.
-        ok: whether no error is larger.
+        errors: "one chunk: name" and "many chunks: name" -> error, where name is `loss`, a metric, or
+            `d_name` for the gradient of a tensor that requires one. Errors are relative; they are absolute
+            if the fp64 value is 0, and for metrics below 1.
+        allowed: the tolerance of each error.
+        ok: whether every error is within its tolerance.
     """
 
     errors: dict[str, float]
@@ -66,7 +66,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         width = max(map(len, self.errors), default=0)
-        failed = "check FAILED: not the same in the engine as on full logits"
+        failed = "check FAILED: the engine's results differ from those on full logits"
         lines = ["check passed" if self.ok else failed]
         for name, error in self.errors.items():
             verdict = "ok" if error <= self.allowed[name] else "WRONG"
@@ -83,63 +83,65 @@ def check(
 ) -> CheckReport:
     """Compare a loss, as the engine computes it, with ordinary autograd over full logits in fp64.
 
-    The call is made in one chunk (of up to 4,096 tokens), in at least three, and on full logits, on which the
-    loss's own `terms` sees all tokens at once. So it finds what shapes cannot show: values that depend on the
-    other tokens of a chunk, a statistic that `terms` uses but `differentiates` does not name, a loss of
-    groups that looks beyond its group. What `terms` itself computes is taken as meant.
+    The loss is called in one chunk (of up to 4,096 tokens), in at least three chunks, and on full logits,
+    where the loss's `terms` gets all tokens at once. This finds errors that shapes do not reveal: values that
+    depend on other tokens of a chunk, a statistic that `terms` uses but `differentiates` does not name, a
+    loss of groups that uses tokens outside its group. The formula in `terms` itself is not checked.
 
-    A result may be off by twice the error of the same computation on full logits in the operands' own dtype,
-    plus 8 eps; a metric by the square root of eps beyond that. Tensors need a gradient here if and only if
-    they require one when given; their `grad` and the state of the random number generators stay as they are.
+    The error of a result may be twice that of the same computation on full logits in the operands' dtype,
+    plus 8 eps; for a metric, plus the square root of eps. Gradients are compared of the tensors that require
+    one. Their `grad` and the state of the random number generators do not change.
 
     Args:
-        loss: the loss to check; without tp_group and cp_group.
+        loss: the loss to check, without `tp_group` and `cp_group`.
         hidden: as in a call of the loss; at most 1 GiB of logits in fp64, 8 * tokens * V bytes.
         weight: as in a call of the loss: a head, or a module of heads.
-        targets: as in a call of the loss; short sequences with some ignored tokens show most.
-        **inputs: what else the call takes.
+        targets: as in a call of the loss. Short sequences with some ignored tokens reveal most errors.
+        **inputs: the other arguments of the call.
 
     Returns:
-        A `CheckReport`, true where everything is within its tolerance.
+        A `CheckReport`, true if every error is within its tolerance.
 
     Raises:
         ValueError: the inputs do not fit together, or cannot be cut into chunks.
-        TypeError: `loss` is no loss.
+        TypeError: `loss` is not a loss.
     """
-    own = is_dataclass(loss) and hasattr(loss, "logits_budget")
+    is_loss = is_dataclass(loss) and hasattr(loss, "logits_budget")
     got = type(loss).__name__
-    if not own:
+    if not is_loss:
         raise type_error("loss", "a loss", got, "pass an object such as CrossEntropyLoss()")
     remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
     for name in ("tp_group", "cp_group"):
         if getattr(loss, name) is not None:
             raise value_error(name, "None in a check", getattr(loss, name), remedy)
-    given = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
-    into = given.get("accumulate_into")
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
+    main_grad = arguments.get("accumulate_into")
     remedy = "leave it out, and let the weight require a gradient"
-    if into is not None:
-        raise value_error("accumulate_into", "None in a check", type(into).__name__, remedy)
-    device = next((x.device for x in flat(given) if isinstance(x, Tensor)), torch.device("cpu"))
-    with _undisturbed(device):
-        whole = Passes()
-        results = {ONE_CHUNK: _run(replace(loss, logits_budget=AMPLE_BUDGET), given, whole)}
-        cut = Passes()
-        results[MANY_CHUNKS] = _run(replace(loss, logits_budget=whole.cutting_budget), given, cut)
-        # Of kept ids alone there may be no chunk of logits.
-        several = any(plan.chunks > 1 or plan.replay is not None for plan in cut.plans)
-        if not several:
-            remedy = "give a batch that can be cut"
+    if main_grad is not None:
+        raise value_error("accumulate_into", "None in a check", type(main_grad).__name__, remedy)
+    device = next((x.device for x in flatten(arguments) if isinstance(x, Tensor)), torch.device("cpu"))
+    with _check_context(device):
+        one_chunk = RecordingPasses()
+        results = {ONE_CHUNK: _run(replace(loss, logits_budget=AMPLE_BUDGET), arguments, one_chunk)}
+        many_chunks = RecordingPasses()
+        results[MANY_CHUNKS] = _run(
+            replace(loss, logits_budget=one_chunk.many_chunks_budget), arguments, many_chunks
+        )
+        # With a sampling mask, there may be no chunk of logits.
+        has_several_chunks = any(plan.chunks > 1 or plan.replay is not None for plan in many_chunks.plans)
+        if not has_several_chunks:
+            remedy = "pass a batch that can be cut into chunks"
             raise value_error("targets", "at least 2 supervised tokens", "fewer", remedy)
-        naive = _run(loss, given, Oracle())
-        wide = replace(loss, accum_dtype=None, logits_dtype=None)
+        naive = _run(loss, arguments, Oracle())
+        fp64_loss = replace(loss, accum_dtype=None, logits_dtype=None)
         with torch.autocast(device.type, enabled=False):
-            truth = _run(wide, given, Oracle(), wide=True)
-    return _compared(results, naive, truth, whole.dtype)
+            truth = _run(fp64_loss, arguments, Oracle(), is_fp64=True)
+    return _compare(results, naive, truth, one_chunk.dtype)
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Context with gradients on and without budget warnings; random states are restored on exit."""
+def _check_context(device: torch.device) -> Iterator[None]:
+    """Context with gradients enabled and without budget warnings; random states are restored on exit."""
     generators = nullcontext()
     if device.type in ("cuda", "xpu"):
         generators = torch.random.fork_rng([device], device_type=device.type)
@@ -149,71 +151,85 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 @dataclass
-class Passes:
-    """Run the engine's own passes, and record the calls."""
+class RecordingPasses:
+    """Replaces the passes (`function.replaced`): runs the engine's own passes, and records their plans."""
 
     plans: list[Plan] = field(default_factory=list)
-    cutting_budget: int = AMPLE_BUDGET  # with which every call has several chunks
-    dtype: torch.dtype = torch.float32  # of the products
+    many_chunks_budget: int = AMPLE_BUDGET  # with this budget every recorded call has several chunks
+    dtype: torch.dtype = torch.float32  # dtype of the matrix products
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
-        size = logits_bytes(heads)
+        nbytes = logits_bytes(heads)
         remedy = "check fewer tokens"
-        if size > MOST_LOGITS:
-            got = f"{size / 2**30:.1f} GiB"
+        if nbytes > MAX_LOGITS_BYTES:
+            got = f"{nbytes / 2**30:.1f} GiB"
             raise value_error("hidden", "at most 1 GiB of logits in fp64", got, remedy)
         for call in unpack(*pack(heads)):
-            self.cutting_budget = min(self.cutting_budget, _cutting_budget(call))
+            self.many_chunks_budget = min(self.many_chunks_budget, _many_chunks_budget(call))
             self.dtype = call.dtype
         with replaced(None):
-            outcome = run_calls(heads, mode)
-        self.plans.append(outcome.plan)
-        return outcome
+            result = run_calls(heads, mode)
+        self.plans.append(result.plan)
+        return result
 
 
-def _cutting_budget(call: HeadCall) -> int:
-    """A budget with which the logits are cut into CHUNKS chunks or more."""
+def _many_chunks_budget(call: HeadCall) -> int:
+    """Return a budget with which the logits are cut into MIN_CHUNKS chunks or more."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
     purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
-    usable = budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
+    row_budget = max(1, -(-rows // MIN_CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
+    budget = row_budget
     # The fixed temporaries depend on the budget, and take up to a quarter of it.
     for _ in range(3):
-        budget = usable + costs(budget).fixed_bytes
+        budget = row_budget + costs(budget).fixed_bytes
     return budget
 
 
 @dataclass
 class Result:
-    """Result of a call: loss, metrics and gradients."""
+    """Loss, metrics and gradients of a call."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]  # by d_name
-    starts: list[tuple[Tensor, Tensor | None]]  # those of the oracle, with their gradients
+    gradients: dict[str, Tensor | None]  # d_name -> gradient
+    intermediates: list[tuple[Tensor, Tensor | None]]  # the oracle's, each with its gradient
 
 
-def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wide: bool = False) -> Result:
-    """Call the loss on new leaves; with `wide`, in fp64."""
-    leaves = Leaves(wide)
-    hidden, weight, targets, *_ = made = [leaves.made(name, x) for name, x in given.items()]
-    inputs = dict(list(zip(given, made, strict=True))[3:])
-    with replaced(stand_in):
-        out = loss(hidden, weight, targets, **inputs)
-        value, metrics = (out, {}) if isinstance(out, Tensor) else (out.loss, out.metrics)
-    starts = getattr(stand_in, "starts", [])
-    gradients = [None] * (len(leaves.trained) + len(starts))
-    if value.requires_grad:
-        wanted = [*leaves.trained.values(), *starts]
-        upstream = _upstream(value)
-        gradients = torch.autograd.grad(value, wanted, upstream, allow_unused=True)
-    trained = dict(zip(leaves.trained, gradients))
-    with_gradients = list(zip([x.detach() for x in starts], gradients[len(trained) :], strict=True))
-    return Result(value.detach(), dict(metrics), trained, with_gradients)
+def _run(
+    loss: LossSpec, arguments: Mapping[str, object], passes: Callable, *, is_fp64: bool = False
+) -> Result:
+    """Call the loss with `passes` on copies of the arguments, in fp64 if `is_fp64`; compute all gradients."""
+    leaves = Leaves(is_fp64)
+    copies = {name: leaves.copy_argument(name, x) for name, x in arguments.items()}
+    hidden = copies.pop("hidden")
+    weight = copies.pop("weight")
+    targets = copies.pop("targets")
+    with replaced(passes):
+        output = loss(hidden, weight, targets, **copies)
+    if isinstance(output, Tensor):
+        loss_value = output
+        metrics = {}
+    else:
+        loss_value = output.loss
+        metrics = output.metrics
+    intermediates = getattr(passes, "intermediates", [])
+    gradients = [None] * (len(leaves.trainable) + len(intermediates))
+    if loss_value.requires_grad:
+        inputs_of_gradients = [*leaves.trainable.values(), *intermediates]
+        upstream = _upstream_gradient(loss_value)
+        gradients = torch.autograd.grad(loss_value, inputs_of_gradients, upstream, allow_unused=True)
+    detached = [x.detach() for x in intermediates]
+    return Result(
+        loss=loss_value.detach(),
+        metrics=dict(metrics),
+        gradients=dict(zip(leaves.trainable, gradients)),
+        intermediates=list(zip(detached, gradients[len(leaves.trainable) :], strict=True)),
+    )
 
 
-def _upstream(value: Tensor) -> Tensor:
-    """1 for a reduced loss, else random numbers, always the same."""
+def _upstream_gradient(value: Tensor) -> Tensor:
+    """Return the upstream gradient: 1 for a reduced loss, else random numbers from a fixed seed."""
     if value.dim() == 0:
         return torch.ones_like(value)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -221,56 +237,62 @@ def _upstream(value: Tensor) -> Tensor:
     return random.to(value)
 
 
-def _compared(results: Mapping[str, Result], naive: Result, truth: Result, dtype: torch.dtype) -> CheckReport:
+def _compare(results: Mapping[str, Result], naive: Result, truth: Result, dtype: torch.dtype) -> CheckReport:
+    """Compare the results of the engine with the truth in fp64.
+
+    Args:
+        results: "one chunk" and "many chunks" -> result of the engine.
+        naive: result on full logits in the operands' dtype.
+        truth: result on full logits in fp64.
+        dtype: dtype of the matrix products.
+    """
     errors: dict[str, float] = {}
     allowed: dict[str, float] = {}
     # For fp64 operands the oracle is as accurate as the loss that is checked.
     slack = torch.finfo(dtype).eps ** 0.5
-    least = slack if dtype == torch.float64 else 0.0
-    for how, result in results.items():
+    min_allowed = slack if dtype == torch.float64 else 0.0
+    for chunking, result in results.items():
 
-        def note(name: str, error: float, most: float, how: str = how) -> None:
-            errors[f"{how}: {name}"] = error
-            allowed[f"{how}: {name}"] = max(most, least)
+        def record(name: str, error: float, max_error: float, chunking: str = chunking) -> None:
+            errors[f"{chunking}: {name}"] = error
+            allowed[f"{chunking}: {name}"] = max(max_error, min_allowed)
 
-        expected = max(_error(naive.loss, truth.loss), _rounding(naive, truth))
-        note("loss", _error(result.loss, truth.loss), allowed_error(expected, result.loss.dtype))
+        expected = max(_error(naive.loss, truth.loss), _expected_loss_error(naive, truth))
+        record("loss", _error(result.loss, truth.loss), allowed_error(expected, result.loss.dtype))
         for name, gradient in result.gradients.items():
-            triple = [x.gradients[name] for x in (result, naive, truth)]
-            present = next((x for x in triple if x is not None), None)
+            gradients = [x.gradients[name] for x in (result, naive, truth)]
+            present = next((x for x in gradients if x is not None), None)
             if present is None:
                 continue
-            # No gradient is one of zeros: of two that should be there, one is missing.
-            actual, plain, exact = (torch.zeros_like(present) if x is None else x for x in triple)
-            note(name, _error(actual, exact), allowed_error(_error(plain, exact), _dtype(gradient, plain)))
+            # A missing gradient is one of zeros.
+            actual, plain, exact = (torch.zeros_like(present) if x is None else x for x in gradients)
+            result_dtype = plain.dtype if gradient is None else gradient.dtype
+            record(name, _error(actual, exact), allowed_error(_error(plain, exact), result_dtype))
         for name, exact in truth.metrics.items():
             scale = max(1.0, abs(exact.item()))
-            off, plain = ((x.metrics[name] - exact).abs().item() / scale for x in (result, naive))
-            note(name, off, 2 * plain + slack)
+            error, naive_error = ((x.metrics[name] - exact).abs().item() / scale for x in (result, naive))
+            record(name, error, 2 * naive_error + slack)
     return CheckReport(errors, allowed, all(errors[name] <= allowed[name] for name in errors))
 
 
-def _dtype(gradient: Tensor | None, plain: Tensor) -> torch.dtype:
-    return plain.dtype if gradient is None else gradient.dtype
-
-
 def _error(actual: Tensor, truth: Tensor) -> float:
-    """Relative, or absolute where the truth is 0."""
-    zero = truth.norm().item() == 0
-    return actual.double().norm().item() if zero else relative_error(actual, truth)
+    """Return the relative error, or the absolute one if the truth is 0."""
+    is_zero = truth.norm().item() == 0
+    return actual.double().norm().item() if is_zero else relative_error(actual, truth)
 
 
-def _rounding(naive: Result, truth: Result) -> float:
-    """Expected error of the loss, to first order, from the errors of the tensors that it is computed from.
+def _expected_loss_error(naive: Result, truth: Result) -> float:
+    """Return the expected error of the naive loss, to first order in the errors of its `intermediates`.
 
-    Their errors count as independent. One rounding of each summand is added, because the sum may cancel. The
-    error of a single naive value can be zero by chance.
+    The error of the naive loss itself can be 0 by chance. The errors of the intermediates count as
+    independent. One rounding of each summand is added, because the sum may cancel.
     """
-    squares = size = 0.0
-    for (x, _), (exact, gradient) in zip(naive.starts, truth.starts, strict=True):
+    squares = 0.0
+    magnitude = 0.0
+    for (x, _), (exact, gradient) in zip(naive.intermediates, truth.intermediates, strict=True):
         if gradient is not None:
-            counts = gradient != 0  # others may be infinite
-            squares += (gradient * (x - exact))[counts].square().sum().item()
-            size += (gradient * exact)[counts].abs().sum().item()
+            is_used = gradient != 0  # the others may be infinite
+            squares += (gradient * (x - exact))[is_used].square().sum().item()
+            magnitude += (gradient * exact)[is_used].abs().sum().item()
     eps = torch.finfo(naive.loss.dtype).eps
-    return (math.sqrt(squares) + eps * size) / (truth.loss.norm().item() or 1.0)
+    return (math.sqrt(squares) + eps * magnitude) / (truth.loss.norm().item() or 1.0)

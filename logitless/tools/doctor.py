@@ -1,4 +1,4 @@
-"""`python -m logitless doctor`: versions, the kernels that run here, and whether losses are correct."""
+"""`python -m logitless doctor`: versions, the kernels of this machine, and checks of the main losses."""
 
 import platform
 from importlib import metadata
@@ -18,26 +18,24 @@ from logitless.tools.samples import Samples
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft")
 
 
-def examine() -> int:
-    """Print the findings; 0 if every loss passes its check."""
+def run_doctor() -> int:
+    """Print versions, kernels and checks; return 0 if every loss passes its check, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     print(f"logitless {__version__}, python {platform.python_version()}, {versions}")
-    print(
-        f"device: {_described(device)}; a chunk takes up to {default_budget(device) // MIB:,} MiB by default"
-    )
-    for line in (*accelerated(device), *generators()):
+    print(f"device: {_describe_device(device)}; default logits_budget {default_budget(device) // MIB:,} MiB")
+    for line in (*describe_kernels(device), *describe_server_rounding()):
         print(line)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    passed = True
+    all_passed = True
     print(f"parity with full logits in fp64, {str(dtype).removeprefix('torch.')}, without torch.compile:")
     for loss, inputs in main_losses(device, dtype):
-        # Compiling a loss of logits takes ten times as long as all else here.
+        # Compiling a loss of logits would take ten times as long as the rest of this command.
         with torch.compiler.set_stance("force_eager"):
             report = check(loss, **inputs)
         print(f"  {type(loss).__name__:16}  {'ok' if report else f'WRONG: {report}'}")
-        passed = passed and bool(report)
-    return 0 if passed else 1
+        all_passed = all_passed and bool(report)
+    return 0 if all_passed else 1
 
 
 def _version(package: str) -> str:
@@ -47,43 +45,44 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _described(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu, {torch.get_num_threads()} threads; no GPU that torch can use"
     gpu = torch.cuda.get_device_properties(device)
     return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
 
 
-def accelerated(device: torch.device) -> list[str]:
-    """Which operators run as kernels on a device, and which do not."""
+def describe_kernels(device: torch.device) -> list[str]:
+    """Return lines that say which operators run as Triton kernels on a device."""
     dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
-    fast = [name for name, dtype in dtypes.items() if uses_triton(device, dtype)]
-    slow = [name for name in dtypes if name not in fast]
+    triton_dtypes = [name for name, dtype in dtypes.items() if uses_triton(device, dtype)]
+    twin_dtypes = [name for name in dtypes if name not in triton_dtypes]
     head = torch.empty(16, 16, dtype=torch.bfloat16, device=device)
-    product = fused_projection.serves(head.dtype, head.shape[1], head)
-    elsewhere = f"no, on {', '.join(GENERATIONS.values()).title()} alone"
-    kernels = [name for name in divergence.FUSED if divergence.has_kernel(name, device, torch.bfloat16)]
+    has_fused_projection = fused_projection.serves(head.dtype, head.shape[1], head)
+    unavailable = f"no, on {', '.join(GENERATIONS.values()).title()} only"
+    fused_divergences = [
+        name for name in divergence.FUSED if divergence.has_kernel(name, device, torch.bfloat16)
+    ]
     return [
-        f"Triton kernels: {', '.join(fast) or 'none'}; PyTorch twins, in the same chunks: "
-        f"{', '.join(slow) or 'none'}",
-        f"divergences of a teacher as one kernel: {', '.join(kernels) or 'none'}; "
+        f"Triton kernels: {', '.join(triton_dtypes) or 'none'}; PyTorch twins, in the same chunks: "
+        f"{', '.join(twin_dtypes) or 'none'}",
+        f"divergences of a teacher as one kernel: {', '.join(fused_divergences) or 'none'}; "
         "other losses of logits: torch.compile, chunk by chunk",
-        f"projected and read in one kernel (bf16): {'yes' if product else elsewhere}",
+        f"product and statistics in one kernel (bf16): {'yes' if has_fused_projection else unavailable}",
     ]
 
 
-def generators() -> list[str]:
-    """How logits are rounded where log-probabilities come from a server."""
+def describe_server_rounding() -> list[str]:
+    """Return a line on how vLLM and SGLang round the logits of their log-probabilities."""
     return [
-        "logits of a server: rounded to bf16 by vLLM and SGLang by default, logits_dtype=torch.bfloat16 "
-        "here; "
-        "not rounded with vLLM's head_dtype float32 or SGLang's --enable-fp32-lm-head, "
-        "logits_dtype=torch.float32 here (better where both sides have it)"
+        "logits of a server: vLLM and SGLang round them to bf16 by default (set "
+        "logits_dtype=torch.bfloat16 here); not with vLLM's head_dtype float32 or SGLang's "
+        "--enable-fp32-lm-head (set logits_dtype=torch.float32 here; more precise)"
     ]
 
 
 def main_losses(device: torch.device, dtype: torch.dtype) -> list[tuple[LinearLoss, dict]]:
-    """The losses that are checked, and what they are called with."""
+    """Return the losses that are checked, each with the arguments of its call."""
     losses = (
         CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3),
         DPOLoss(),
@@ -91,4 +90,4 @@ def main_losses(device: torch.device, dtype: torch.dtype) -> list[tuple[LinearLo
         GRPOLoss(beta=0.1),
         JSDLoss(),
     )
-    return [(loss, Samples(device, dtype).call(loss)) for loss in losses]
+    return [(loss, Samples(device, dtype).draw_arguments(loss)) for loss in losses]

@@ -1,7 +1,7 @@
-"""`estimate`: the plan, memory and products of a call, before its tensors exist.
+"""`estimate`: the plan, memory and matrix products of a call, without allocating its tensors.
 
-The loss is really called, with stand-ins that have a shape, a dtype and a device but no memory, up to the
-chunk loop, where the engine's own planner returns its plan. So no planning rule is written twice.
+The loss is called with fake tensors, up to the chunk loop, where the engine's planner returns its plan.
+Therefore no planning rule is written twice.
 """
 
 import functools
@@ -28,35 +28,36 @@ from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTo
 from logitless.losses.base import LinearLoss
 from logitless.losses.policy import PolicyLoss
 from logitless.losses.reference_model import ComparedLoss
-from logitless.tools.cards import Card, card_of
+from logitless.tools.cards import Card, find_card
 
-# Options of a call that an estimate does not cover.
-REFUSED = ("accumulate_into", "accumulate_now", "grad_scale")
+# Arguments of a call that an estimate does not support.
+UNSUPPORTED = ("accumulate_into", "accumulate_now", "grad_scale")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How a call will run, and what it will take.
+    """The plan of a call, and how much memory and how many products it takes.
 
     Attributes:
-        plan: what `LossOutput.plan` will be.
-        plans: the plans of all passes over the tokens: of each head, and of the backward pass that computes
-            gradients from those of per-token statistics.
-        products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
-            logits are projected once; of all heads together. The reference of an unreduced loss has a pass
-            of its own, which counts here. Of a `SpeculatorLoss`, per pair of a step and a token.
-        other_products: with the head of a reference or a teacher, likewise.
-        chunk_bytes: memory of the largest chunk: its logits, every temporary that grows with the vocabulary,
-            and what does not grow with the rows.
-        gradient_bytes: of the returned gradients, d_hidden and d_weight.
-        sum_bytes: of the wider sum of d_weight over several chunks, until it is cast; 0 if there is none.
-        logits_bytes: of one copy of one head's full logits, in the dtype of the operands. PyTorch that takes
-            them to fp32 for the loss holds several of them.
-        peak_bytes: about what a step takes at its peak beyond hidden states and heads: d_hidden, d_weight or
-            its wider sum, and the chunk; or the gradient that the sum is cast to when the chunk is gone,
-            where that is larger.
-        input_bytes: of hidden states and heads, those of a teacher or reference included.
-        card: the GPU that is planned for, where it was named by `card` or `memory`.
+        plan: the plan that `LossOutput.plan` will be.
+        plans: the plans of all passes over the tokens: one for each head, and one for a backward pass that
+            computes gradients from those of per-token statistics.
+        products: matrix products with the heads and their gradients per supervised token, all heads together:
+            3, as in plain PyTorch, if the logits are projected once. Includes the separate pass for the
+            reference of an unreduced loss. For a `SpeculatorLoss`, per pair of a step and a token.
+        other_products: matrix products with the head of a reference or teacher per supervised token.
+        chunk_bytes: bytes of the largest chunk: its logits, the temporaries that grow with the vocabulary,
+            and those that do not grow with the rows.
+        gradient_bytes: bytes of the returned gradients, d_hidden and d_weight.
+        sum_bytes: bytes of the wider sum of d_weight over several chunks, until it is cast; 0 if there is
+            none.
+        logits_bytes: bytes of one head's full logits, once, in the dtype of the operands. Plain PyTorch with
+            an fp32 loss holds several copies.
+        peak_bytes: approximate peak memory of a step in addition to hidden states and heads: d_hidden,
+            d_weight or its wider sum, and the larger of the chunk and the gradient that the sum is cast to
+            after the last chunk.
+        input_bytes: bytes of hidden states and heads, including those of a teacher or reference.
+        card: the GPU that is planned for, if `card` or `memory` was passed.
     """
 
     plan: Plan
@@ -72,10 +73,10 @@ class Estimate:
     card: Card | None = None
 
     def __str__(self) -> str:
-        whole = self.input_bytes + self.peak_bytes
+        total_bytes = self.input_bytes + self.peak_bytes
         on_card = ""
         if self.card is not None:
-            on_card = f"\nplanned for {self.card}: about {_mib(whole)} with hidden states and heads"
+            on_card = f"\nplanned for {self.card}: about {_mib(total_bytes)} with hidden states and heads"
         others = f", and {self.other_products:g} of the reference or teacher" if self.other_products else ""
         summed = f" and {_mib(self.sum_bytes)} for d_weight's sum" if self.sum_bytes else ""
         return (
@@ -113,228 +114,249 @@ def estimate(
     reference_hidden_size: int | None = None,
     **inputs: object,
 ) -> Estimate:
-    """The plan of a call, its memory and its products, without allocating hidden states, heads or logits.
+    """Estimate the plan of a call, its memory and its matrix products, without allocating its tensors.
 
-    Gradients are expected where autograd is on: under torch.no_grad() the estimate is of an evaluation. A
-    `LogitsLoss` without a kernel is measured on 64 rows, as in the call itself; for a GPU that is not here,
-    uncompiled, which is an upper bound. Call no loss in another thread while a `card` is planned for.
+    The estimate includes gradients if autograd is enabled; under torch.no_grad() it is that of an evaluation.
+    The memory of a `LogitsLoss` without a kernel is measured on 64 rows, as in the call itself. For a GPU
+    that is not in this machine, it is measured without torch.compile, which gives an upper bound. While an
+    estimate for a `card` runs, do not call a loss in another thread.
 
     Args:
-        loss: a loss, or `linear_logprobs` (options by functools.partial); without tp_group and cp_group.
-        tokens: positions in all, T for each sequence; all are supervised unless `targets` says otherwise.
+        loss: a loss, or `linear_logprobs` (options by functools.partial), without `tp_group` and `cp_group`.
+        tokens: number of positions of all sequences; all are supervised unless `targets` is passed.
         hidden_size: H.
         vocab_size: V.
-        dtype: of hidden states and heads.
-        device: one of this machine, where the call would run; default the GPU, if there is one.
-        card: a GPU that need not be here, by a name of `logitless.tools.cards.CARDS` such as "h100-80": plan
-            for its memory and for the kernels that it runs.
-        memory: bytes of a GPU that need not be here; without `card`, a GPU that runs the portable Triton
-            kernels alone. A few per cent of the memory that a card is sold with are not available.
-        sequences: of equal length; default one, or a group. For others pass `cu_seqlens`.
-        frozen_head: whether the head gets no gradient, and hidden alone does.
-        heads: how many there are beside the model's own, for `MedusaLoss` and `MultiTokenLoss`.
-        steps: S, for `SpeculatorLoss`; its draft has `vocab_size` ids and its verifier, the teacher,
+        dtype: dtype of hidden states and heads.
+        device: device of this machine on which the call would run; default the GPU, if there is one.
+        card: name of a GPU in `logitless.tools.cards.CARDS`, such as "h100-80", which need not be in this
+            machine: plan for its memory and for the kernels that it runs.
+        memory: memory in bytes of a GPU that need not be in this machine. Without `card`, the GPU runs only
+            the portable Triton kernels. A few percent of a card's nominal memory are not available.
+        sequences: number of sequences, all of equal length. Default: the loss's `sequences_per_group` (2 for
+            preference pairs), else 1. For sequences of different lengths pass `cu_seqlens`.
+        frozen_head: whether the head requires no gradient, so that only hidden does.
+        heads: number of heads in addition to the model's LM head, for `MedusaLoss` and `MultiTokenLoss`.
+        steps: S, for `SpeculatorLoss`; its draft has `vocab_size` ids, and its verifier, the teacher, has
             `teacher_vocab_size`.
         teacher_hidden_size: H' of a teacher; default H.
         teacher_vocab_size: V' of a teacher; default V.
-        teacher_topk: k, of a teacher that is known by its k best ids instead.
-        reference_hidden_size: H' of a reference that comes as hidden states and head; default: log-probs.
-        **inputs: other tensors of the call, whose shapes and dtypes alone matter (and targets' ignored
-            positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares; a
-            `sampling_mask`, whose sets say which tokens are projected.
+        teacher_topk: k, for a teacher that is passed as the log-probabilities of its k most probable ids.
+        reference_hidden_size: H' of a reference that is passed as hidden states and head; default: the
+            reference is passed as log-probabilities.
+        **inputs: other arguments of the call: `targets`, `cu_seqlens`, `bias`, or inputs that a custom loss
+            declares, of which only shapes, dtypes and the ignored positions of `targets` matter; or a
+            `sampling_mask`, whose sets determine which tokens are projected.
 
     Returns:
-        An `Estimate`; print it, or read its numbers.
+        An `Estimate`; print it, or read its attributes.
 
     Raises:
-        ValueError: sizes or inputs that the loss's call refuses.
-        TypeError: what is no loss, or an input that it does not take.
+        ValueError: the loss does not support these sizes or inputs.
+        TypeError: `loss` is not a loss, or does not take one of the inputs.
     """
-    _check(loss, inputs)
-    sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size, "sequences": sequences}
-    sizes |= {"steps": steps}
-    sizes |= {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab_size": teacher_vocab_size}
-    sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
+    _check_loss(loss, inputs)
+    sizes = {
+        "tokens": tokens,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "sequences": sequences,
+        "steps": steps,
+        "teacher_hidden_size": teacher_hidden_size,
+        "teacher_vocab_size": teacher_vocab_size,
+        "teacher_topk": teacher_topk,
+        "reference_hidden_size": reference_hidden_size,
+    }
     for name, size in sizes.items():
         if size is not None and size <= 0:
             raise value_error(name, "a positive number", size, "give the size of the call")
     if not dtype.is_floating_point:
-        remedy = "pass that of hidden states and head"
+        remedy = "pass the dtype of hidden states and head"
         raise value_error("dtype", "a floating-point dtype", dtype, remedy)
-    several = isinstance(loss, MedusaLoss | MultiTokenLoss)
+    has_heads = isinstance(loss, MedusaLoss | MultiTokenLoss)
     got = repr(heads)
-    if (heads is not None) != several:
-        expected = "how many heads there are beside the model's own" if several else "None for one head"
-        raise value_error("heads", expected, got, "they are of Medusa and MultiToken losses")
-    known = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
-    if not known:
+    if (heads is not None) != has_heads:
+        expected = (
+            "the number of heads in addition to the model's LM head" if has_heads else "None for one head"
+        )
+        raise value_error("heads", expected, got, "only MedusaLoss and MultiTokenLoss have several heads")
+    is_one_teacher = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
+    if not is_one_teacher:
         raise value_error(
             "teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher"
         )
-    speculates = isinstance(loss, SpeculatorLoss)
-    if (steps is not None) != speculates:
-        expected = "how many steps the draft has" if speculates else "None but for a SpeculatorLoss"
-        raise value_error("steps", expected, steps, "they are of its call")
-    packed = inputs.get("cu_seqlens")
-    alone = packed is None or sequences is None
-    if not alone:
+    is_speculator = isinstance(loss, SpeculatorLoss)
+    if (steps is not None) != is_speculator:
+        expected = "the number of steps of the draft" if is_speculator else "None for a loss without steps"
+        raise value_error("steps", expected, steps, "only SpeculatorLoss has steps")
+    cu_seqlens = inputs.get("cu_seqlens")
+    is_one_layout = cu_seqlens is None or sequences is None
+    if not is_one_layout:
         raise value_error(
-            "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are"
+            "sequences", "None beside cu_seqlens", sequences, "cu_seqlens has the number of sequences"
         )
-    gpu = card_of(card, memory)
+    gpu = find_card(card, memory)
     if gpu is None:
-        device = _device(device)
+        device = _check_device(device)
     elif device is not None:
         remedy = "name the device or the card"
         raise value_error("device", "None beside card or memory", device, remedy)
     else:
-        loss = _with_budget_of(gpu, loss)
+        loss = _set_budget(gpu, loss)
         device = torch.device("cpu")
-    count = len(packed) - 1 if packed is not None else sequences or getattr(loss, "sequences_per_group", 1)
-    expected = f"a multiple of {count} sequences"
-    whole = packed is not None or tokens % count == 0
-    if not whole:
-        raise value_error("tokens", expected, tokens, "count the padding, or pass cu_seqlens")
-    shape = (tokens,) if packed is not None else (count, tokens // count)
+    if cu_seqlens is not None:
+        num_sequences = len(cu_seqlens) - 1
+    else:
+        num_sequences = sequences or getattr(loss, "sequences_per_group", 1)
+    expected = f"a multiple of {num_sequences} sequences"
+    is_divisible = cu_seqlens is not None or tokens % num_sequences == 0
+    if not is_divisible:
+        raise value_error("tokens", expected, tokens, "include the padding in tokens, or pass cu_seqlens")
+    shape = (tokens,) if cu_seqlens is not None else (num_sequences, tokens // num_sequences)
 
-    # Loads more of torch than importing the library may.
+    # Imported here, because it loads more of torch than `import logitless` may.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    fakes = FakeTensorMode()
-    with fakes:
+    fake_mode = FakeTensorMode()
+    with fake_mode:
 
-        def made(*size: int) -> Tensor:
+        def make(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        hidden = made(*shape, hidden_size).requires_grad_()
-        weight = made(vocab_size, hidden_size).requires_grad_(not frozen_head)
-        given = {}
-        second = weight
-        if speculates:
-            hidden = [made(*shape, hidden_size).requires_grad_() for _ in range(steps)]
+        hidden = make(*shape, hidden_size).requires_grad_()
+        weight = make(vocab_size, hidden_size).requires_grad_(not frozen_head)
+        call_inputs = {}
+        head = weight
+        if is_speculator:
+            hidden = [make(*shape, hidden_size).requires_grad_() for _ in range(steps)]
         elif isinstance(loss, MultiTokenLoss):
-            hidden = [hidden, *(made(*shape, hidden_size).requires_grad_() for _ in range(heads))]
-        elif several:
-            second = MedusaHeads(hidden_size, vocab_size, heads, device=device, dtype=dtype)
-            given["base_weight"] = weight
+            hidden = [hidden, *(make(*shape, hidden_size).requires_grad_() for _ in range(heads))]
+        elif has_heads:
+            head = MedusaHeads(hidden_size, vocab_size, heads, device=device, dtype=dtype)
+            call_inputs["base_weight"] = weight
         if reference_hidden_size is not None:
-            given["ref_hidden"] = made(*shape, reference_hidden_size)
-            given["ref_weight"] = made(vocab_size, reference_hidden_size)
+            call_inputs["ref_hidden"] = make(*shape, reference_hidden_size)
+            call_inputs["ref_weight"] = make(vocab_size, reference_hidden_size)
         has_teacher = getattr(loss, "teacher", False) and "teacher_logprobs_topk" not in inputs
         if has_teacher and teacher_topk is None or teacher_hidden_size or teacher_vocab_size:
             size = teacher_hidden_size or hidden_size
-            given["teacher_hidden"] = made(*shape, size)
-            given["teacher_weight"] = made(teacher_vocab_size or vocab_size, size)
+            call_inputs["teacher_hidden"] = make(*shape, size)
+            call_inputs["teacher_weight"] = make(teacher_vocab_size or vocab_size, size)
     if teacher_topk is not None:
-        best = torch.full((*shape, teacher_topk), -1.0, dtype=torch.float32, device=device)
-        given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
-    if speculates and (teacher_vocab_size or vocab_size) != vocab_size:
-        given["draft_ids"] = torch.arange(vocab_size, device=device)
+        topk_logps = torch.full((*shape, teacher_topk), -1.0, dtype=torch.float32, device=device)
+        call_inputs["teacher_logprobs_topk"] = (topk_logps, torch.zeros_like(topk_logps, dtype=torch.int64))
+    if is_speculator and (teacher_vocab_size or vocab_size) != vocab_size:
+        call_inputs["draft_ids"] = torch.arange(vocab_size, device=device)
     targets = inputs.pop("targets", None)
     if targets is None:
-        targets = _any_targets(shape, inputs.get("sampling_mask"), device)
-    given = _required(loss, targets, count, given) | given | inputs
+        targets = _make_targets(shape, inputs.get("sampling_mask"), device)
+    call_inputs = _make_inputs(loss, targets, num_sequences, call_inputs) | call_inputs | inputs
     planner = _Planner(gpu)
     with replaced(planner):
-        loss(hidden, second, targets, **given)
-    inputs = {id(x): x.nbytes for x in tree_leaves((hidden, second, given)) if isinstance(x, Tensor)}
-    inputs |= {id(x): x.nbytes for x in second.parameters()} if isinstance(second, MedusaHeads) else {}
+        loss(hidden, head, targets, **call_inputs)
+    inputs = {id(x): x.nbytes for x in tree_leaves((hidden, head, call_inputs)) if isinstance(x, Tensor)}
+    inputs |= {id(x): x.nbytes for x in head.parameters()} if isinstance(head, MedusaHeads) else {}
     return planner.estimate(tokens * vocab_size * dtype.itemsize, sum(inputs.values()))
 
 
-def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
-    """What no estimate covers."""
+def _check_loss(loss: Callable, inputs: Mapping[str, object]) -> None:
+    """Check that an estimate supports the loss and its options; raise TypeError or ValueError if not."""
     remedy = "pass an object such as CrossEntropyLoss(), or linear_logprobs"
-    ours = callable(loss) and not isinstance(loss, type)
-    if not ours:
+    is_loss_instance = callable(loss) and not isinstance(loss, type)
+    if not is_loss_instance:
         raise type_error("loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy)
     options = getattr(loss, "keywords", None)  # a dict where the loss is a functools.partial
     options = options if isinstance(options, dict) else {}
     for name in ("tp_group", "cp_group"):
         group = getattr(loss, name, options.get(name))
-        remedy = "estimate a rank's share: its rows of the head, or its tokens"
+        remedy = "estimate the call of one rank, with its rows of the head or its tokens"
         if group is not None:
             raise value_error(name, "None in an estimate", group, remedy)
-    for name in REFUSED:
-        absent = name not in inputs
+    for name in UNSUPPORTED:
+        is_absent = name not in inputs
         remedy = "leave it out"
-        if not absent:
+        if not is_absent:
             raise value_error(name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
 
 
-def _with_budget_of(card: Card, loss: Callable) -> Callable:
-    """The loss with the default budget of a card, unless it has a budget of its own."""
+def _set_budget(card: Card, loss: Callable) -> Callable:
+    """Return the loss with the default budget of a card, unless its `logits_budget` is set."""
     options = {"logits_budget": budget_of_memory(card.memory)}
     if isinstance(loss, LinearLoss):
         return loss if loss.logits_budget else replace(loss, **options)
-    given = getattr(loss, "keywords", {})
-    return loss if given.get("logits_budget") else functools.partial(loss, **options)
+    keywords = getattr(loss, "keywords", {})
+    return loss if keywords.get("logits_budget") else functools.partial(loss, **options)
 
 
-def _device(given: torch.device | str | None) -> torch.device:
-    """A device whose memory and kernels can be asked for."""
+def _check_device(requested: torch.device | str | None) -> torch.device:
+    """Return the device, by default the GPU if there is one.
+
+    Raises:
+        ValueError: it is the meta device, or is not in this machine.
+    """
     try:
-        device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
-        there = torch.empty(0, dtype=torch.float32, device=device).device.type != "meta"
-    except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
-        there = False
-    if not there:
-        raise value_error("device", "a device of this machine", given, "estimate where the call will run")
+        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
+        exists = torch.empty(0, dtype=torch.float32, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError):  # raised by torch for a device that does not exist
+        exists = False
+    if not exists:
+        raise value_error("device", "a device of this machine", requested, "estimate where the call will run")
     return device
 
 
-def _any_targets(shape: tuple[int, ...], mask: SamplingMask | None, device: torch.device) -> Tensor:
-    """Targets of the shape that are in the sets of the sampling mask, if there is one."""
+def _make_targets(shape: tuple[int, ...], mask: SamplingMask | None, device: torch.device) -> Tensor:
+    """Return valid targets: with a sampling mask, ids that are in its sets, else zeros."""
     targets = torch.zeros(shape, dtype=torch.int64, device=device)
     if not isinstance(mask, SamplingMask) or len(mask) != targets.numel() or not mask.token_ids.numel():
-        return targets  # the call refuses what is wrong
+        return targets  # the call of the loss raises for a wrong mask
     starts = mask.offsets[:-1].long().clamp(0, mask.token_ids.shape[0] - 1)
     ids = mask.token_ids.long()
     return torch.where(mask.offsets.diff() > 0, ids[starts], 0).view(shape)
 
 
-def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[str, object]) -> dict:
-    """The small inputs that a loss of the library does not go without."""
+def _make_inputs(loss: Callable, targets: Tensor, sequences: int, present: Mapping[str, object]) -> dict:
+    """Return the per-token and per-sequence inputs that a loss of the library requires."""
     tokens = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
-    made: dict[str, object] = {}
+    inputs: dict[str, object] = {}
     if isinstance(loss, PolicyLoss):
-        made["advantages"] = tokens.new_zeros(sequences)
+        inputs["advantages"] = tokens.new_zeros(sequences)
     if isinstance(loss, GRPOLoss):
-        made["old_logps"] = tokens
+        inputs["old_logps"] = tokens
     if isinstance(loss, KTOLoss):
-        made["labels"] = tokens.new_zeros(sequences, dtype=torch.bool)
-        made["kl"] = 0.0 if loss.loss_type == "kto" else None
-    if isinstance(loss, ComparedLoss) and loss.needs_reference and "ref_hidden" not in given:
-        made["ref_logps"] = tokens
-    return made
+        inputs["labels"] = tokens.new_zeros(sequences, dtype=torch.bool)
+        inputs["kl"] = 0.0 if loss.loss_type == "kto" else None
+    if isinstance(loss, ComparedLoss) and loss.needs_reference and "ref_hidden" not in present:
+        inputs["ref_logps"] = tokens
+    return inputs
 
 
 @dataclass
 class _Planner:
-    """Replaces the engine's passes: makes the plans, and returns zeros."""
+    """Replaces the engine's passes (`function.replaced`): records their plans, and returns zeros."""
 
-    card: Card | None = None  # a GPU that is not here
+    card: Card | None = None  # a GPU that need not be in this machine
     planned: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
-    # Rows of a teacher with rows of its own per projected row; None for another teacher, or none.
+    # Rows of the teacher per projected row, if the loss declares `teacher_rows`; else None.
     teacher_share: float | None = None
-    plan: Plan | None = None  # of the last call
-    gradient_bytes: int = 0  # of all
+    plan: Plan | None = None  # plan of the last call
+    gradient_bytes: int = 0  # of all calls
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         signature, tensors, sequences = pack(heads)
-        with self._on_card():  # a HeadCall asks which kernels its device has
+        with self._on_card():  # `unpack` reads which kernels the device has
             calls = unpack(signature, tensors, sequences)
-        self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
+        self.gradient_bytes += sum(x.nbytes for x, needs_grad in zip(tensors, signature.needs) if needs_grad)
         purpose = Pass.STATISTICS if mode is Mode.PER_TOKEN else Pass.SOLVE
-        statistics_alone = purpose is Pass.STATISTICS
-        several = len(heads) > 1
+        is_statistics_pass = purpose is Pass.STATISTICS
+        has_several_heads = len(heads) > 1
         for call, rows in map(resolve_rows, calls):
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(call, rows, purpose, len(heads), d_weight_in_stat_dtype=several)
+                self.plan = plan_for(
+                    call, rows, purpose, len(heads), d_weight_in_stat_dtype=has_several_heads
+                )
             self.planned.append((call, self.plan, purpose))
-        if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
+        if is_statistics_pass and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
             self.planned.append((call, plan, Pass.GRADIENTS))
@@ -347,71 +369,78 @@ class _Planner:
             return CallResult(zeros.sum(), zeros, {}, self.plan)
         shapes = loss.objective.statistic_shapes(loss, N, call.inputs).items()
         statistics = {
-            name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
+            name: torch.zeros(size, dtype=statistic_dtype or dtype, device=device)
+            for name, (size, statistic_dtype) in shapes
         }
         return CallResult(None, None, statistics, self.plan)
 
     def _on_card(self) -> AbstractContextManager:
+        """Context in which the engine plans for the kernels of `card`."""
         return nullcontext() if self.card is None else planned_for(self.card.generation)
 
     def estimate(self, logits_bytes: int, input_bytes: int) -> Estimate:
         plans = tuple(plan for _, plan, _ in self.planned)
         products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.planned]
         with self._on_card():
-            chunks, sums, peaks = map(max, zip(*(self._memory(*each) for each in self.planned)))
-        own, others = map(sum, zip(*products))
+            memory = [self._memory(*entry) for entry in self.planned]
+        chunk_bytes, sum_bytes, peak_bytes = map(max, zip(*memory))
+        own_products, other_products = map(sum, zip(*products))
         return Estimate(
             plan=self.plan,
             plans=plans,
-            products=own,
-            other_products=others,
-            chunk_bytes=chunks,
+            products=own_products,
+            other_products=other_products,
+            chunk_bytes=chunk_bytes,
             gradient_bytes=self.gradient_bytes,
-            sum_bytes=sums,
+            sum_bytes=sum_bytes,
             logits_bytes=logits_bytes,
-            peak_bytes=peaks,
+            peak_bytes=peak_bytes,
             input_bytes=input_bytes,
             card=self.card,
         )
 
     def _memory(self, call: HeadCall, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
-        """Bytes: (of a chunk; of wider sums of d_weight and d_bias; of everything at the peak)."""
+        """Return the bytes of a chunk, of the wider sums of d_weight and d_bias, and of all at the peak."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
-        solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
-        several = len(solved) > 1
-        dtypes = sum_dtypes(call, multi_head=several, d_weight_in_stat_dtype=several or plan.chunks > 1)
-        sums = []
+        solved = [x for x, _, x_purpose in self.planned if x_purpose is Pass.SOLVE]
+        has_several_heads = len(solved) > 1
+        d_weight_in_stat_dtype = has_several_heads or plan.chunks > 1
+        dtypes = sum_dtypes(call, multi_head=has_several_heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
+        gradient_sums = []
         if call.needs.weight:
-            sums.append((call.weight.numel(), dtypes.weight))
+            gradient_sums.append((call.weight.numel(), dtypes.weight))
         if call.needs.bias:
-            sums.append((call.bias.numel(), dtypes.bias))
-        wide = [(size, dtype) for size, dtype in sums if dtype != call.weight.dtype]  # one head's are alive
-        held = sum(size * dtype.itemsize for size, dtype in wide)
-        copies = sum(size * call.weight.itemsize for size, _ in wide)
-        # Of several heads, and in fp16, d_hidden is summed in fp32.
-        width = dtypes.hidden
-        hidden = {x.indices.hidden: x.hidden for x in solved}
-        wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
-        # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
-        vectors = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize
-        later = vectors if purpose is Pass.STATISTICS else copies
-        return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
+            gradient_sums.append((call.bias.numel(), dtypes.bias))
+        # Only the sums of one head are alive at a time.
+        wide_sums = [(size, dtype) for size, dtype in gradient_sums if dtype != call.weight.dtype]
+        sum_bytes = sum(size * dtype.itemsize for size, dtype in wide_sums)
+        cast_bytes = sum(size * call.weight.itemsize for size, _ in wide_sums)
+        # With several heads, and in fp16, d_hidden is summed in fp32.
+        itemsize = dtypes.hidden.itemsize
+        hidden_states = {x.indices.hidden: x.hidden for x in solved}
+        wide_bytes = sum(x.numel() * max(0, itemsize - x.itemsize) for x in hidden_states.values())
+        # A statistics pass holds d_logp / d_hidden instead of a sum, and computes d_hidden from it.
+        d_hidden_bytes = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize
+        final_bytes = d_hidden_bytes if purpose is Pass.STATISTICS else cast_bytes
+        lasting_bytes = self.gradient_bytes - cast_bytes + sum_bytes + wide_bytes
+        return chunk, sum_bytes, lasting_bytes + max(chunk, final_bytes)
 
 
 def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[float, float]:
-    """(with the head and its gradients, with another model's head) per projected row."""
+    """Return products per projected row: with the head and its gradients, and with another model's head."""
     projected = [step for step in plan.steps if step.kind is not Kind.GATHERED]
     read = sum(step.stop - step.start for step in projected if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
     tokens = plan.rows if plan.replay is None else plan.replay.rows
-    # The later pass has a plan of its own.
-    own = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
+    # The later pass has a separate plan.
+    products = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
     share = has_other if teacher_share is None else teacher_share
-    return own, read / max(1, tokens) * share
+    return products, read / max(1, tokens) * share
 
 
 def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:
+    """Return the bytes of the temporaries that do not grow with the rows."""
     budget = call.loss.logits_budget or default_budget(call.weight.device)
     return call.loss.objective.costs(call, budget, purpose).fixed_bytes

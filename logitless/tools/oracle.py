@@ -1,7 +1,7 @@
-"""A call by its definition: ordinary autograd over full logits, without plan or kernels.
+"""Computes a call by its definition: ordinary autograd over full logits, without plan or kernels.
 
-`logitless.check` runs it in the place of the passes: in fp64 its results are the truth, and in the operands'
-own dtype they show the error to expect of any computation in that dtype.
+`logitless.check` runs it instead of the engine's passes: in fp64 its results are the truth, and in the
+operands' dtype they show the error to expect of any computation in that dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,29 +31,29 @@ CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
 
 @dataclass
 class Oracle:
-    """Replaces the passes: see `function.replaced`."""
+    """Replaces the passes, see `function.replaced`: computes their results from full logits."""
 
-    # Tensors that the losses of the calls are functions of: per-token statistics, or logits.
-    starts: list[Tensor] = field(default_factory=list)
+    # The tensors of which the loss is a function: per-token statistics, or logits.
+    intermediates: list[Tensor] = field(default_factory=list)
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         calls = unpack(*pack(heads))
         if mode is Mode.PER_TOKEN:
-            return CallResult(None, None, self._named_statistics(calls[0]), None)
+            return CallResult(None, None, self._unreduced_values(calls[0]), None)
         losses, metrics = zip(*map(self._solve, calls), strict=True)
         return CallResult(sum(losses), torch.stack(metrics), {}, None)
 
     def _solve(self, call: HeadCall) -> tuple[Tensor, Tensor]:
-        """The loss of a head, and (1 + metrics,): the loss without its coefficient, then the metrics."""
+        """Return a head's loss, and (1 + metrics,): the loss without its coefficient, then the metrics."""
         rows = rows_in_order(call)
         factors, _ = unit_factors(call, rows, 1.0)
         terms, metrics = self._terms(call, rows)
         loss = reduced(terms, factors)
-        settled = _settled(call, metrics, factors.metrics)
-        return loss, torch.stack([loss.detach() / call.coefficient, *settled])
+        metric_values = _compute_metrics(call, metrics, factors.metrics)
+        return loss, torch.stack([loss.detach() / call.coefficient, *metric_values])
 
-    def _named_statistics(self, call: HeadCall) -> dict[str, Tensor]:
-        """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
+    def _unreduced_values(self, call: HeadCall) -> dict[str, Tensor]:
+        """Return the result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows = rows_in_order(call)
         N = call.targets.shape[0]
         if not issubclass(call.loss.objective, LogitsObjective):
@@ -61,89 +61,90 @@ class Oracle:
             return {name: rows.scattered(x, N) for name, x in statistics.items()}
         terms, metrics = self._terms(call, rows)
         counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
-        settled = _settled(call, metrics, metric_factors(counts, call.stat_dtype))
-        named = dict(zip(call.loss.metric_names, settled, strict=True))
-        return {"values": rows.scattered(unreduced(terms), N), **named}
+        metric_values = _compute_metrics(call, metrics, metric_factors(counts, call.stat_dtype))
+        metrics_by_name = dict(zip(call.loss.metric_names, metric_values, strict=True))
+        return {"values": rows.scattered(unreduced(terms), N), **metrics_by_name}
 
     def _terms(self, call: HeadCall, rows: Rows) -> Terms:
-        """The loss's own terms on the whole call."""
+        """Evaluate the loss's `terms` on the whole call."""
         if not issubclass(call.loss.objective, LogitsObjective):
             statistics, batch = self._statistics(call, rows)
             return evaluate_terms(call.loss, statistics, batch)
-        z = self._noted(logits(call, rows))
+        z = self._record(compute_logits(call, rows))
         batch = _whole_batch(call, rows)
         if call.inputs.get("teacher_hidden") is not None:
-            batch.teacher_logits = other_logits(call, rows, "teacher").detach()
+            batch.teacher_logits = compute_other_logits(call, rows, "teacher").detach()
         return evaluate_terms(call.loss, z, batch)
 
     def _statistics(self, call: HeadCall, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
-        """(the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
+        """Return (the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
         loss = call.loss
         batch = _whole_batch(call, rows)
-        z = logits(call, rows)
+        z = compute_logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
         if issubclass(loss.objective, IdsObjective):
-            given = call.inputs.get("teacher_hidden") is not None
-            teacher = other_logits(call, rows, "teacher").detach() if given else None
+            has_teacher = call.inputs.get("teacher_hidden") is not None
+            teacher = compute_other_logits(call, rows, "teacher").detach() if has_teacher else None
             row_stats = ids_statistics(z, teacher, batch, loss)
         else:
             row_stats = token_statistics(z, batch, weights)
         statistics = {}
         for name in loss.objective.statistic_names(loss):
-            constant = name in CONSTANT and name not in loss.differentiates
-            statistics[name] = self._noted(row_stats[name].detach() if constant else row_stats[name])
+            is_constant = name in CONSTANT and name not in loss.differentiates
+            statistics[name] = self._record(row_stats[name].detach() if is_constant else row_stats[name])
         if call.inputs.get("ref_hidden") is not None:
-            reference = token_statistics(other_logits(call, rows, "ref"), batch, None)
+            reference = token_statistics(compute_other_logits(call, rows, "ref"), batch, None)
             batch.ref_logps = reference["logps"].detach()
         return statistics, batch
 
-    def _noted(self, x: Tensor) -> Tensor:
+    def _record(self, x: Tensor) -> Tensor:
+        """Add x to `intermediates` if it requires a gradient; return it."""
         if x.requires_grad:
-            self.starts.append(x)
+            self.intermediates.append(x)
         return x
 
 
 def logits_bytes(heads: Sequence[HeadCall]) -> int:
-    """Bytes of all logits of a public call in fp64, those of a teacher or a reference included."""
-    widths = [given.weight.shape[0] for given in heads]
-    others = [given.inputs.get(f"{name}_weight") for given in heads for name in ("teacher", "ref")]
-    columns = sum(widths) + sum(x.shape[0] for x in others if x is not None)
+    """Return the bytes of all logits of a public call in fp64, including those of a teacher or reference."""
+    vocab_sizes = [head.weight.shape[0] for head in heads]
+    others = [head.inputs.get(f"{name}_weight") for head in heads for name in ("teacher", "ref")]
+    columns = sum(vocab_sizes) + sum(x.shape[0] for x in others if x is not None)
     return heads[0].targets.shape[0] * columns * torch.float64.itemsize
 
 
 def rows_in_order(call: HeadCall) -> Rows:
-    """The rows of a call in its own order: the supervised ones, or all with `compact=False`."""
+    """Return the rows of a call in their order: the supervised ones, or all with `compact=False`."""
     loss = call.loss
     N = call.targets.shape[0]
     S = call.sequence_count
-    supervised = call.targets != loss.ignore_index
-    index = (supervised if loss.compact else torch.ones_like(supervised)).nonzero()[:, 0]
+    is_supervised = call.targets != loss.ignore_index
+    index = (is_supervised if loss.compact else torch.ones_like(is_supervised)).nonzero()[:, 0]
     count = index.shape[0]
-    tokens = int(supervised.sum())
+    tokens = int(is_supervised.sum())
     if loss.scope == "token":
         return Rows(count, tokens, 0, index, None, None)
     positions = torch.arange(N, device=index.device)
     if call.cu_seqlens is None:
-        number = positions // max(1, N // max(1, S))
+        sequence = positions // max(1, N // max(1, S))
     else:
-        number = torch.searchsorted(call.cu_seqlens[1:], positions, right=True)
-    sizes = torch.bincount(number[index], minlength=S)
-    chosen = int((supervised & (number < S // 2)).sum())
+        sequence = torch.searchsorted(call.cu_seqlens[1:], positions, right=True)
+    sizes = torch.bincount(sequence[index], minlength=S)
+    chosen = int((is_supervised & (sequence < S // 2)).sum())
     return Rows(count, tokens, chosen, index, None, sizes, S)
 
 
 def _whole_batch(call: HeadCall, rows: Rows) -> Batch:
-    """The batch of all rows, as one group, which keeps the sequences in the order of the call."""
+    """Return the batch of all rows as one group, with the sequences in the order of the call."""
     return batch_of(call, rows, Span(0, rows.count, 0, 1))
 
 
-def _settled(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]:
+def _compute_metrics(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]:
     metric_means = means([metric_sums(metrics)], factors)
     return [metric_means[name].to(call.stat_dtype) for name in call.loss.metric_names]
 
 
-def logits(call: HeadCall, rows: Rows) -> Tensor:
-    """(rows, V) logits after the head transform, from a product in the dtype of the call."""
+def compute_logits(call: HeadCall, rows: Rows) -> Tensor:
+    """Return the logits (rows, V) after the head transform, from a product in the dtype of the call."""
     x = call.hidden[rows.index].to(call.dtype)
     weight = call.weight.to(call.dtype)
     layers = call.layers
@@ -156,41 +157,41 @@ def logits(call: HeadCall, rows: Rows) -> Tensor:
         with autocast:
             blocks = layers.module.blocks(layers.head)
             x = torch.func.functional_call(blocks, dict(layers.tensors), (x,)).to(call.dtype)
-    return _over_sets(call, rows, call.loss.head.logits(x @ weight.t(), call.bias)[0])
+    return _mask_excluded_ids(call, rows, call.loss.head.logits(x @ weight.t(), call.bias)[0])
 
 
-def _over_sets(call: HeadCall, rows: Rows, z: Tensor) -> Tensor:
-    """The logits (rows, V), with -inf for ids that the call's sampling mask leaves out."""
+def _mask_excluded_ids(call: HeadCall, rows: Rows, z: Tensor) -> Tensor:
+    """Return the logits (rows, V), with -inf for ids that the call's sampling mask excludes."""
     if call.sets is None:
         return z
     ids, starts, lengths, _ = call.sets
-    out = torch.ones_like(z, dtype=torch.bool)
+    is_kept = torch.ones_like(z, dtype=torch.bool)
     for row, n in enumerate(rows.index.tolist()):
         if lengths[n]:
-            out[row] = False
-            out[row, ids[starts[n] : starts[n] + lengths[n]].long()] = True
-            out[row, call.targets[n]] |= call.add_targets
-    return z.masked_fill(~out, -torch.inf)
+            is_kept[row] = False
+            is_kept[row, ids[starts[n] : starts[n] + lengths[n]].long()] = True
+            is_kept[row, call.targets[n]] |= call.add_targets
+    return z.masked_fill(~is_kept, -torch.inf)
 
 
-def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
-    """(rows, V') logits of the teacher or the reference model."""
+def compute_other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
+    """Return the logits (rows, V') of the teacher (`name` "teacher") or the reference model ("ref")."""
     hidden, weight, bias = (call.inputs[f"{name}_{part}"] for part in ("hidden", "weight", "bias"))
     weight = weight if name == "teacher" else weight.to(call.dtype)
     index = rows.index
-    looked_up = call.loss.teacher_rows
-    if name == "teacher" and looked_up is not None:
-        index = call.inputs[looked_up][index]
+    row_input = call.loss.teacher_rows
+    if name == "teacher" and row_input is not None:
+        index = call.inputs[row_input][index]
     head = getattr(call.loss, f"{name}_head")
     z = head.logits(hidden[index].to(weight.dtype) @ weight.t(), bias)[0]
-    return _over_sets(call, rows, z) if name == "ref" else z
+    return _mask_excluded_ids(call, rows, z) if name == "ref" else z
 
 
 def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
-    """Every statistic of `TokenStats` from logits (n, V), by its definition; 0 where a token is ignored."""
+    """Compute every statistic of `TokenStats` from logits (n, V) by its definition; 0 for ignored tokens."""
     target = batch.targets.masked_fill(~batch.supervised, 0)[:, None]
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
-    # p = 0 contributes nothing, though its log is -inf.
+    # p log p is 0 at p = 0, where log p is -inf.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     statistics = {
         "logps": log_p.gather(1, target)[:, 0],
@@ -206,61 +207,61 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
 
 
 def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSpec) -> dict[str, Tensor]:
-    """Every statistic of several ids per token, from logits (n, V) and a teacher's (n, V')."""
+    """Compute every statistic of several ids per token, from logits (n, V) and a teacher's (n, V')."""
     log_p = z.log_softmax(-1)
     zero = torch.zeros_like(z[:, 0])
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    common = z.shape[1] if teacher is None else min(z.shape[1], teacher.shape[1])
+    shared_size = z.shape[1] if teacher is None else min(z.shape[1], teacher.shape[1])
     ids = getattr(batch, "ids", None)
-    best = {"student": _best(z, z.shape[1])}
+    sorted_ids = {"student": _sort_ids(z, z.shape[1])}
     if teacher is not None:
-        best["teacher"] = _best(teacher, common)
+        sorted_ids["teacher"] = _sort_ids(teacher, shared_size)
         k = loss.k
-        shared = {"student": _best(z, common), "teacher": best["teacher"]}
+        sorted_shared_ids = {"student": _sort_ids(z, shared_size), "teacher": sorted_ids["teacher"]}
         names = ("teacher", "student") if loss.support == "union" else (loss.support,)
-        ids = torch.cat([shared[name][:, :k] for name in names], 1)
+        ids = torch.cat([sorted_shared_ids[name][:, :k] for name in names], 1)
     elif ids is None:
-        ids = best["student"][:, : loss.k]
-    given = getattr(batch, "teacher_logps", None)
-    if given is not None:
-        ids = torch.where(given == -torch.inf, -1, ids)
+        ids = sorted_ids["student"][:, : loss.k]
+    teacher_logps = getattr(batch, "teacher_logps", None)
+    if teacher_logps is not None:
+        ids = torch.where(teacher_logps == -torch.inf, -1, ids)
     if loss.teacher:
         ids = dedupe(ids)
-    logps, rest = _of_ids(log_p, ids)
+    logps, rest = _gather_logps(log_p, ids)
     statistics = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
     statistics["entropy"] = -(log_p.exp() * finite).sum(-1)
     if not loss.teacher:
         return statistics
     if teacher is None:
-        known = torch.where(ids >= 0, given.to(z.dtype), -torch.inf)
+        known = torch.where(ids >= 0, teacher_logps.to(z.dtype), -torch.inf)
         statistics |= {"teacher_logps": known, "teacher_rest": zero}
         argmax_id = ids.gather(1, statistics["teacher_logps"].argmax(1, keepdim=True))[:, 0]
     else:
-        argmax_id = best["teacher"][:, 0]
-        there = _of_ids(teacher.log_softmax(-1), ids)
-        statistics |= dict(zip(("teacher_logps", "teacher_rest"), there, strict=True))
-    statistics |= {"agreement": (best["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
+        argmax_id = sorted_ids["teacher"][:, 0]
+        teacher_logps_and_rest = _gather_logps(teacher.log_softmax(-1), ids)
+        statistics |= dict(zip(("teacher_logps", "teacher_rest"), teacher_logps_and_rest, strict=True))
+    statistics |= {"agreement": (sorted_ids["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
     statistics |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
     if batch.labels is not None:
         known = (batch.labels >= 0) & (batch.labels < z.shape[1])
-        warm = z * loss.temperature
+        untempered = z * loss.temperature
         labels = torch.where(known, batch.labels, 0)[:, None]
-        statistics["hard"] = torch.where(known, warm.log_softmax(-1).gather(1, labels)[:, 0], 0.0)
-        statistics["token_accuracy"] = (best["student"][:, 0] == batch.labels).to(z.dtype)
+        statistics["hard"] = torch.where(known, untempered.log_softmax(-1).gather(1, labels)[:, 0], 0.0)
+        statistics["token_accuracy"] = (sorted_ids["student"][:, 0] == batch.labels).to(z.dtype)
     return statistics
 
 
-def _best(z: Tensor, common: int) -> Tensor:
-    """Ids in descending order of their logits; equal logits in ascending order of ids."""
-    return z.detach()[:, :common].sort(dim=-1, descending=True, stable=True).indices
+def _sort_ids(z: Tensor, num_ids: int) -> Tensor:
+    """Return the first `num_ids` ids in descending order of their logits, equal logits in order of ids."""
+    return z.detach()[:, :num_ids].sort(dim=-1, descending=True, stable=True).indices
 
 
-def _of_ids(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ids (n, k), -inf in empty slots, and of all others together."""
-    filled = ids >= 0
+def _gather_logps(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of ids (n, k), -inf in empty slots, and of all others together (n,)."""
+    is_filled = ids >= 0
     columns = ids.clamp(min=0)
-    covered = torch.zeros_like(log_p).scatter_add(1, columns, filled.to(log_p.dtype)) > 0
-    rest = log_p.masked_fill(covered, -torch.inf)
-    whole = covered.all(1)
-    rest = torch.where(whole, -torch.inf, rest.masked_fill(whole[:, None], 0.0).logsumexp(-1))
-    return log_p.gather(1, columns).masked_fill(~filled, -torch.inf), rest
+    is_listed = torch.zeros_like(log_p).scatter_add(1, columns, is_filled.to(log_p.dtype)) > 0
+    rest = log_p.masked_fill(is_listed, -torch.inf)
+    lists_all = is_listed.all(1)
+    rest = torch.where(lists_all, -torch.inf, rest.masked_fill(lists_all[:, None], 0.0).logsumexp(-1))
+    return log_p.gather(1, columns).masked_fill(~is_filled, -torch.inf), rest

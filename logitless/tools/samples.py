@@ -1,4 +1,4 @@
-"""Random arguments for a call of a loss, which `doctor` and `python -m logitless check` call it with."""
+"""Random arguments for a call of a loss, used by `doctor` and `python -m logitless check`."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ from logitless.losses.reference_model import ComparedLoss
 
 
 class Samples:
-    """Draws tensors for `sequences` sequences of `length` tokens each, the last three ignored.
+    """Draws random tensors for sequences whose last three tokens are ignored.
 
     Args:
-        device: of all tensors.
-        dtype: of hidden states and heads.
-        sequences: B.
-        length: T.
+        device: device of all tensors.
+        dtype: dtype of hidden states and heads.
+        sequences: number of sequences, B.
+        length: number of tokens in each sequence, T.
         hidden_size: H.
         vocab_size: V.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
 
     def __init__(
@@ -41,62 +41,62 @@ class Samples:
         self.vocab_size = vocab_size
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def call(self, loss: LinearLoss) -> dict[str, object]:
-        """What a loss is called with, by argument: hidden, weight, targets, and the inputs that it needs."""
+    def draw_arguments(self, loss: LinearLoss) -> dict[str, object]:
+        """Return hidden, weight, targets and the inputs that the loss requires, by name."""
         targets = torch.randint(self.vocab_size, self.tokens, generator=self.generator, device=self.device)
         targets[:, -3:] = -100
-        hidden: object = self.hidden()
-        weight: object = self.head()
+        hidden: object = self.draw_hidden()
+        weight: object = self.draw_head()
         inputs: dict[str, object] = {}
         if isinstance(loss, MultiTokenLoss | SpeculatorLoss):
-            hidden = [hidden, self.hidden()]
+            hidden = [hidden, self.draw_hidden()]
             if isinstance(loss, SpeculatorLoss):
-                inputs = self._inputs_of_ours(loss)
+                inputs = self._draw_library_inputs(loss)
         elif isinstance(loss, MedusaLoss):
             inputs["base_weight"] = weight
             weight = MedusaHeads(self.hidden_size, self.vocab_size, 2, device=self.device, dtype=self.dtype)
         elif type(loss).__module__.startswith("logitless."):
-            inputs = self._inputs_of_ours(loss)
+            inputs = self._draw_library_inputs(loss)
         else:
-            inputs = {name: self._declared(role, name) for name, role in loss.roles.items()}
+            inputs = {name: self._draw_declared_input(role, name) for name, role in loss.roles.items()}
         return {"hidden": hidden, "weight": weight, "targets": targets} | inputs
 
-    def normal(self, *shape: int) -> Tensor:
-        """Standard normal numbers in fp32."""
+    def draw_normal(self, *shape: int) -> Tensor:
+        """Return standard normal random numbers in fp32."""
         return torch.randn(shape, generator=self.generator, dtype=torch.float32, device=self.device)
 
-    def hidden(self) -> Tensor:
-        """(B, T, H), of which a gradient is wanted."""
-        return self.normal(*self.tokens, self.hidden_size).to(self.dtype).requires_grad_()
+    def draw_hidden(self) -> Tensor:
+        """Return hidden states (B, T, H) that require a gradient."""
+        return self.draw_normal(*self.tokens, self.hidden_size).to(self.dtype).requires_grad_()
 
-    def head(self) -> Tensor:
-        """(V, H), of which a gradient is wanted."""
-        return (self.normal(self.vocab_size, self.hidden_size) / 4).to(self.dtype).requires_grad_()
+    def draw_head(self) -> Tensor:
+        """Return a head (V, H) that requires a gradient."""
+        return (self.draw_normal(self.vocab_size, self.hidden_size) / 4).to(self.dtype).requires_grad_()
 
-    def _inputs_of_ours(self, loss: LinearLoss) -> dict[str, object]:
-        """The inputs without which a loss of the library cannot be called."""
-        made: dict[str, object] = {}
+    def _draw_library_inputs(self, loss: LinearLoss) -> dict[str, object]:
+        """Return the inputs that a loss of the library requires."""
+        inputs: dict[str, object] = {}
         if isinstance(loss, PolicyLoss):
-            made["advantages"] = self.normal(self.tokens[0])
+            inputs["advantages"] = self.draw_normal(self.tokens[0])
         if isinstance(loss, GRPOLoss):
-            made["old_logps"] = self.normal(*self.tokens) - 6
+            inputs["old_logps"] = self.draw_normal(*self.tokens) - 6
         if isinstance(loss, KTOLoss):
-            made["labels"] = torch.arange(self.tokens[0], device=self.device) % 2 == 0
-            made["kl"] = 0.1 if loss.loss_type == "kto" else None
+            inputs["labels"] = torch.arange(self.tokens[0], device=self.device) % 2 == 0
+            inputs["kl"] = 0.1 if loss.loss_type == "kto" else None
         if isinstance(loss, ComparedLoss) and loss.needs_reference:
-            made["ref_logps"] = self.normal(*self.tokens) - 6
+            inputs["ref_logps"] = self.draw_normal(*self.tokens) - 6
         if getattr(loss, "teacher", False):
-            made["teacher_hidden"] = self.hidden().detach()
-            made["teacher_weight"] = self.head().detach()
-        return made
+            inputs["teacher_hidden"] = self.draw_hidden().detach()
+            inputs["teacher_weight"] = self.draw_head().detach()
+        return inputs
 
-    def _declared(self, role: Role, name: str) -> Tensor | None:
-        """An input that a loss of a user's own declares."""
+    def _draw_declared_input(self, role: Role, name: str) -> Tensor | None:
+        """Return an input that a custom loss declares."""
         if name.endswith("_bias"):
             return None
         if role is Role.FEATURES:
-            return self.hidden().detach()
+            return self.draw_hidden().detach()
         if role is Role.HEAD:
-            return self.head().detach()
+            return self.draw_head().detach()
         shapes = {Role.SEQUENCE: self.tokens[:1], Role.VOCABULARY: (self.vocab_size,), Role.WHOLE: ()}
-        return self.normal(*shapes.get(role, self.tokens))
+        return self.draw_normal(*shapes.get(role, self.tokens))

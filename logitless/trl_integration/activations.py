@@ -11,7 +11,7 @@ import torch
 from logitless.errors import value_error
 from logitless.exchange import withdraw
 from logitless.models import fit_activations
-from logitless.models.activations import KEY, Fitted
+from logitless.models.activations import KEY, FitHandle
 
 # `gradient_checkpointing_kwargs` that a budget does not support
 CHECKPOINTING_KWARGS = ("use_reentrant", "every_n_layers", "offload", "selective")
@@ -21,7 +21,7 @@ CHECKPOINTING_KWARGS = ("use_reentrant", "every_n_layers", "offload", "selective
 class FittedActivations:
     """A trainer's `fitted_activations`: what `fit_activations` returned for its model."""
 
-    fitted: Fitted
+    fitted: FitHandle
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
@@ -82,7 +82,7 @@ def apply_budget(trainer: Any, activation_budget: int | str) -> Callable[[], Non
     return undo
 
 
-def _explain_errors(trainer: Any, fitted: Fitted) -> Callable[[], None]:
+def _explain_errors(trainer: Any, fitted: FitHandle) -> Callable[[], None]:
     """Let `training_step` add `fitted.explain()` to an out-of-memory error without a note, which was raised
     outside of the layers. Returns a function that undoes this."""
     has_instance_attribute = "training_step" in trainer.__dict__

@@ -339,7 +339,7 @@ class ChunkedLoss:
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
         elif deferral is not None:
-            checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
+            checked = f"head {'checked at step 1' if deferral.is_checked else 'not checked'}"
         else:
             checked = "model not checked: TRL reads its head"
         layers = vars(self.trainer).get("fused_layers")

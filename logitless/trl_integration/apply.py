@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from logitless.errors import value_error
-from logitless.models.patch import checked_patch
+from logitless.models.patch import make_patch
 
 from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, base_of
 from .layers import switch_on
@@ -113,7 +113,7 @@ def adapter_of(trainer_class: type) -> Adapter:
 def attach_patch(chunked: ChunkedLoss) -> Attach:
     """Check the model as `patch_model` does; returns the function that attaches the patch to it."""
     model = base_of(chunked.trainer, chunked.trainer.model)
-    chunked.patch = checked_patch(model, chunked.logits_budget)
+    chunked.patch = make_patch(model, chunked.logits_budget)
     return lambda model: chunked.patch.active()
 
 

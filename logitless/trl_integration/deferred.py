@@ -98,9 +98,9 @@ def compute_divergence(
     return student.chunked.compute(
         loss,
         student.hidden,
-        student.view_now(),
+        student.current_view(),
         teacher_hidden=teacher.hidden.to(student.device),
-        teacher_weight=teacher.view_now(),
+        teacher_weight=teacher.current_view(),
         mask=mask,
         num_items=num_items,
     )

@@ -29,8 +29,8 @@ from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenStatistics
 from logitless.losses.several_ids import IdsStatistics, TopkStatistics, logprobs_of_ids
-from logitless.models.heads import find_head, split_head
-from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
+from logitless.models.heads import find_head, sharded_head_weight
+from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
 from .adapter import TRAIN, Attach, ChunkedLoss, MakeAttach, swap_attributes
@@ -95,14 +95,14 @@ def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields
 def _defer_logits(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextManager:
     """Context manager in which the model's head returns deferred logits in calls inside of `deferred`."""
     head = find_head(model)
-    return answering(head, chunked.deferrals.setdefault(head, Deferral()))
+    return deferring_head(head, chunked.deferrals.setdefault(head, Deferral()))
 
 
 def _skip_if_deferred(loss_function: Callable) -> Callable:
     """Return a loss function that is 0 for deferred logits from which the caller computes the loss."""
 
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(logits, DeferredLogits) and not logits.deferral.summed:
+        if isinstance(logits, DeferredLogits) and not logits.deferral.needs_cross_entropy:
             return torch.zeros((), dtype=torch.float32, device=logits.device)
         return loss_function(logits, *args, **kwargs)
 
@@ -116,7 +116,7 @@ def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor
     The model would mix the tokens of these ranks to meaningless results. In TRL's trainers that generate,
     each process has its own sequences or its own order of them.
     """
-    weight = split_head(model)
+    weight = sharded_head_weight(model)
     is_verified = TRAIN in chunked.verified_steps
     if weight is None or ids is None or is_verified or torch.compiler.is_compiling():
         return
@@ -173,7 +173,7 @@ def _compute_fused_output(
     targets = labels if shift_labels is None else shift_labels
     num_items = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
-    with deferred(model, summed=False):
+    with defer_logits(model, needs_cross_entropy=False):
         # Without TRL's and Accelerate's forward passes: TRL's fused head calls the backbone directly.
         output = fused_head.forwards.base(*args, labels=targets, **kwargs)
 
@@ -187,7 +187,7 @@ def _compute_fused_output(
         # A tuple, because hooks of modules look for tensors in tuples
         return tuple(unviewed(x, model) for x in fields.values())
 
-    values = output.logits.computed(compute_values)
+    values = output.logits.call_with_head(compute_values)
     fields = dict(zip(names, values))
     # TRL reads `loss` under DeepSpeed's sequence parallelism only; elsewhere its `compute_loss` divides the
     # sum of `log_probs` by its own count.
@@ -269,24 +269,24 @@ class GatherableLogits(DeferredLogits):
         torch.take_along_dim: "take_along_dim",
         F.cross_entropy: "cross_entropy",
     }
-    usable: ClassVar = "a use without the full logits"
+    supported: ClassVar = "a use without the full logits"
     remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
 
     @property
     def budget_option(self) -> dict[str, Any]:
         return {"logits_budget": self.deferral.logits_budget}
 
-    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
-        return function(self.hidden, self.view_now())
+    def call_with_head(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        return function(self.hidden, self.current_view())
 
     def log_softmax(self, dim: int, **kwargs: Any) -> "GatherableLogits":
         if dim != -1:
-            self._refused(f"log_softmax over {dim}")
+            self._refuse(f"log_softmax over {dim}")
         return replace(self, is_normalized=True)
 
     def __mul__(self, factor: Any) -> "GatherableLogits":
         if self.is_normalized:
-            self._refused("a product after log_softmax")
+            self._refuse("a product after log_softmax")
         return super().__mul__(factor)
 
     def __getitem__(self, index: Any) -> "GatherableLogits":
@@ -306,7 +306,7 @@ class GatherableLogits(DeferredLogits):
         They are 0 where an id is -100. `options`: fields of these classes.
         """
         ids = ids.to(self.device)
-        head = self.view_now()
+        head = self.current_view()
         options = self.budget_option | options
         with self.chunked.without_offloading():
             if ids.dim() < self.dim():
@@ -318,7 +318,7 @@ class GatherableLogits(DeferredLogits):
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if not self.is_normalized or dim not in (-1, self.dim() - 1):
-            self._refused(f"gather of dim {dim} with log_softmax={self.is_normalized}")
+            self._refuse(f"gather of dim {dim} with log_softmax={self.is_normalized}")
         if index.shape[-1] == 1:
             return self.statistics(index[..., 0])["logps"][..., None]
         return self.statistics(index)["logps"]
@@ -336,10 +336,10 @@ class GatherableLogits(DeferredLogits):
         """The id (B, T) with the largest logit of each token, compared in fp32: bf16 rounds different logits
         to equal ones."""
         if dim != -1:
-            self._refused(f"argmax over {dim}")
+            self._refuse(f"argmax over {dim}")
         top1 = TopkStatistics(k=1, logits_dtype=torch.float32, **self.budget_option)
         with torch.no_grad():
-            statistics, _ = top1.statistics(self.hidden, self.view_now(), self._no_targets(), None)
+            statistics, _ = top1.statistics(self.hidden, self.current_view(), self._no_targets(), None)
         return statistics["ids"][..., 0]
 
     def mean(self, dim: int | None = None) -> Tensor:
@@ -353,8 +353,8 @@ class GatherableLogits(DeferredLogits):
         tensors = [x for x in tree_leaves((self.hidden, self.head)) if isinstance(x, Tensor)]
         requires_grad = any(x.requires_grad for x in tensors)
         if dim not in (None, -1) or self.is_normalized or requires_grad:
-            self._refused(f"mean over {dim} with requires_grad={requires_grad}")
-        head = self.view_now()
+            self._refuse(f"mean over {dim} with requires_grad={requires_grad}")
+        head = self.current_view()
         if head.softcap is None:
             mean_row = whole(head.weight.mean(0))
             bias = 0.0 if head.bias is None else whole(head.bias.float().mean())
@@ -386,11 +386,11 @@ def _gatherable_forward(
         return original(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
     check_equal_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
-    with deferred(model, summed=False):
+    with defer_logits(model, needs_cross_entropy=False):
         output = original(*args, **kwargs)
     logits = output.logits
     aux_loss = getattr(output, "aux_loss", None)
-    hidden, *parameters = logits.computed(lambda hidden, head: (hidden, head.weight, head.bias))
+    hidden, *parameters = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
     # Copies or views, not the parameters: FSDP frees the parameters after the forward pass, and DDP searches
     # the graphs of a model's outputs for used parameters, and does not find one that is itself an output.
     copy = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
@@ -401,8 +401,8 @@ def _gatherable_forward(
         head,
         Deferral(logits_budget=chunked.logits_budget),
         head.shape[0],
-        logits.gain,
-        logits.cap,
+        logits.logit_scale,
+        logits.softcap,
         chunked,
     )
     # FSDP looks for tensors among the outputs, to start the backward pass there.

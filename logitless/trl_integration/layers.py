@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from logitless.errors import value_error
 from logitless.exchange import withdraw
-from logitless.layers.fuse import Report
+from logitless.layers.fuse import FusionReport
 from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
 
@@ -34,7 +34,7 @@ class FusedLayers:
         undo: restores the layers of all models.
     """
 
-    reports: dict[str, Report]
+    reports: dict[str, FusionReport]
     is_compiled: bool
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 

@@ -72,7 +72,7 @@ def compare(name: str) -> Row:
         report = fuse_layers(model).report
     except ValueError as error:
         return Row(name, "untouched", str(error).split("(", 1)[1].rsplit(")", 1)[0])
-    left = Counter(f"{report.classes[key]}: {why}" for key, why in report.left.items())
+    left = Counter(f"{report.classes[key]}: {why}" for key, why in report.skipped.items())
     what = {short(each) for parts in report.fused.values() for each in parts}
     row = Row(name, "equal", ", ".join(sorted(what)), "; ".join(left))
     distance, where = furthest(stepped(model), wanted)
@@ -117,7 +117,7 @@ def families() -> str:
     lines = ["| family | attention | decoder layer | MLP |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         layer = ", ".join(dict.fromkeys(map(short, family.layer))) or "norms by themselves"
-        mlp = short(family.mlp) if family.mlp else "experts: left alone"
+        mlp = short(family.mlp) if family.mlp else "experts: not fused"
         lines.append(f"| {name} | {short(family.attention)} | {layer} | {mlp} |")
     return "\n".join(lines)
 
@@ -138,7 +138,8 @@ def main() -> None:
         row = compare(name)
         found.append(row)
         print(
-            f"{name}: {row.verdict}: {row.detail}" + (f" | left: {row.left}" if row.left else ""), flush=True
+            f"{name}: {row.verdict}: {row.detail}" + (f" | left: {row.skipped}" if row.skipped else ""),
+            flush=True,
         )
     print(dict(Counter(row.verdict for row in found)))
     if "--write" in sys.argv:

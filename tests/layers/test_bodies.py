@@ -19,7 +19,7 @@ from logitless.layers.bodies import (
     norm_of,
     rotation_of,
 )
-from logitless.layers.source import Unknown, fingerprint
+from logitless.layers.source import UnrecognizedSource, fingerprint
 
 NORM_CLASSES = {
     "llama.LlamaRMSNorm": Norm("llama"),
@@ -47,10 +47,10 @@ ROTATION_FUNCTIONS = {
     "cohere": Rotation(interleaved=True, keeps_dtype=True),
     "glm4v": Rotation(interleaved=True),
     "blt": Rotation(interleaved=True),
-    "glm": Rotation(interleaved=True, angles="first half"),
-    "helium": Rotation(interleaved=True, angles="first half"),
-    "ernie4_5": Rotation(interleaved=True, angles="first half", keeps_dtype=True),
-    "gpt_oss": Rotation(angles="pairs"),
+    "glm": Rotation(interleaved=True, angle_layout="first half"),
+    "helium": Rotation(interleaved=True, angle_layout="first half"),
+    "ernie4_5": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True),
+    "gpt_oss": Rotation(angle_layout="pairs"),
     # The text of llama's, with a rotate_half of the other sign.
     "nanochat": None,
     "gptj": None,
@@ -113,12 +113,14 @@ def test_a_table_that_is_wrong_is_found_out(monkeypatch, path, wrong):
     if wrong == right.rounding:
         return
     monkeypatch.setattr(bodies, "NORMS", {key: norm._replace(rounding=wrong) for key, norm in NORMS.items()})
-    with pytest.raises(Unknown, match="it computes something else than its source says"):
+    with pytest.raises(UnrecognizedSource, match="its results differ from those of its table entry"):
         norm_of(module_of(path))
 
 
 @pytest.mark.parametrize(
-    "wrong", [Rotation(interleaved=True), Rotation(angles="first half"), Rotation(angles="pairs")], ids=str
+    "wrong",
+    [Rotation(interleaved=True), Rotation(angle_layout="first half"), Rotation(angle_layout="pairs")],
+    ids=str,
 )
 def test_a_rotation_that_is_wrong_is_found_out(monkeypatch, wrong):
     monkeypatch.setattr(bodies, "ROTATIONS", dict.fromkeys(ROTATIONS, wrong))
@@ -146,11 +148,11 @@ def test_another_eps_is_read_when_the_norm_runs():
     norm = LlamaRMSNorm(16)
     body, x = norm_of(norm), torch.full((2, 16), 1e-3)
     norm.variance_epsilon = 1.0
-    torch.testing.assert_close(bodies.normalized(body, norm, x, norm.weight), norm(x))
+    torch.testing.assert_close(bodies.apply_norm(body, norm, x, norm.weight), norm(x))
 
 
 def test_a_weight_of_several_dimensions_is_not_ours():
-    with pytest.raises(Unknown, match="its weight has 2 dimensions"):
+    with pytest.raises(UnrecognizedSource, match="its weight has 2 dimensions"):
         norm_of(found("cohere", "CohereLayerNorm")((4, 8)))
 
 

@@ -222,8 +222,8 @@ def test_a_forward_on_an_instance_is_run(calls):
     own(norm)
     report = fuse_counted(model, calls).report
     assert (
-        report.left["model.layers.0.post_attention_layernorm"]
-        == "a forward pass has been put on this instance"
+        report.skipped["model.layers.0.post_attention_layernorm"]
+        == "a forward attribute is set on this instance"
     )
     own(act)
     assert_same(step(model), wanted)
@@ -279,7 +279,7 @@ def test_a_model_on_the_meta_device_can_be_fused():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny("Qwen3").config)
     report = fuse_layers(model).report
-    assert len(report.fused) == 9 + 3 * 2 and not report.left
+    assert len(report.fused) == 9 + 3 * 2 and not report.skipped
 
 
 @pytest.mark.parametrize("first", ["loss", "layers"])
@@ -367,7 +367,7 @@ def test_partitioned_parameters_are_gathered(calls):
     assert model.model.norm.weight.numel() == 0
     undo = fuse_counted(model, calls)
     # Nothing to report: the trial needs none of the weights.
-    assert not undo.report.left
+    assert not undo.report.skipped
     assert_same(step(model), wanted)
     # Norms by themselves, inside of their hooks.
     assert calls["rms_norm"] == 9 and calls["add_rms_norm"] == calls["qk_norm_rope"] == 0
@@ -377,11 +377,9 @@ def test_bad_models():
     with pytest.raises(TypeError, match="model: expected a module, got str; pass a model."):
         fuse_layers("Qwen/Qwen3-0.6B")
     nothing = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    looked_for = (
-        "model: expected norms, rotary embeddings or gated MLPs whose source is one of those that we know"
-    )
+    looked_for = "model: expected norms, rotary embeddings or gated MLPs with a known source"
     with pytest.raises(
-        ValueError, match=f"{looked_for}, got Sequential with none .*1 LayerNorm: torch's own"
+        ValueError, match=f"{looked_for}, got Sequential with none .*1 LayerNorm: torch's LayerNorm"
     ):
         fuse_layers(nothing)
     assert type(nothing[1]) is nn.LayerNorm
@@ -397,5 +395,5 @@ def test_a_weight_on_another_device_is_an_error():
 
 def test_the_report_counts_the_modules_of_a_class():
     report = fuse_layers(tiny("Qwen3")).report
-    assert "2 x Qwen3MLP: gate act_fn\n" in str(report) and "left as they are: none" in str(report)
+    assert "2 x Qwen3MLP: gate act_fn\n" in str(report) and "not fused: none" in str(report)
     assert "2 Qwen3MLP" in report.summary()

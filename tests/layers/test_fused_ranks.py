@@ -102,8 +102,8 @@ def test_a_tensor_parallel_plan(ranks, rank):
     norms = {name for layer in range(2) for name in (f"q_norm of {layer}", f"k_norm of {layer}")}
     attention = report.fused["model.layers.0.self_attn"]
     if found["in a hook"]:
-        assert not report.left and attention == ("q_norm, k_norm and the rotation after them",)
+        assert not report.skipped and attention == ("q_norm, k_norm and the rotation after them",)
         return
-    assert {f"{name[-6:]} of {name.split('.')[2]}" for name in report.left} == norms
-    assert set(report.left.values()) == {"a forward pass has been put on this instance"}
+    assert {f"{name[-6:]} of {name.split('.')[2]}" for name in report.skipped} == norms
+    assert set(report.skipped.values()) == {"a forward attribute is set on this instance"}
     assert attention == ("apply_rotary_pos_emb",)

@@ -14,12 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from logitless.exchange import state_of
 from logitless.layers import fused_forwards
 from logitless.layers.rewrite import rewrite
-from logitless.layers.source import Unknown
-from logitless.layers.statements import Known
+from logitless.layers.source import UnrecognizedSource
+from logitless.layers.statements import FusibleNames
 from logitless.models import fuse_layers
 
 NORMS = frozenset({"norm", "q_norm", "k_norm"})
-KNOWN = Known(NORMS, NORMS, frozenset({"act"}), frozenset({"apply_rotary_pos_emb"}))
+KNOWN = FusibleNames(NORMS, NORMS, frozenset({"act"}), frozenset({"apply_rotary_pos_emb"}))
 ADD, POST = "the addition before norm, and the norm", "norm and the addition after it"
 GATE, PACKED = "gate act", "gate act of both halves of one tensor"
 NORMED = "q_norm, k_norm and the rotation after them"
@@ -434,7 +434,7 @@ def test_what_cannot_be_told_from_the_source():
         (WithPrivateNames, "depends on where it is defined"),
         (namespace["NoSource"], "its source is not available"),
     ):
-        with pytest.raises(Unknown, match=why):
+        with pytest.raises(UnrecognizedSource, match=why):
             rewrite(cls.forward, KNOWN, {})
 
 
@@ -456,7 +456,7 @@ def test_a_class_whose_forward_is_wrapped_is_left_alone():
     x, r = operands()
     wanted = module(x, r)
     report = fuse_layers(module).report
-    assert report.left[""] == f"its forward pass is wrapped by doubled of {__name__}"
+    assert report.skipped[""] == f"its forward pass is wrapped by doubled of {__name__}"
     torch.testing.assert_close(module(x, r), wanted)
 
 

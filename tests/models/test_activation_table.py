@@ -1,4 +1,4 @@
-"""`python -m logitless activations`: bytes of a configuration's layers, and the ladder."""
+"""`python -m logitless activations`: bytes of a configuration's layers, and their upgrades."""
 
 import json
 import re
@@ -39,16 +39,16 @@ def test_it_counts_what_a_model_holds(folder):
     assert torch.equal(torch.get_rng_state(), state)
     assert list(table.costs) == costs and table.shared == shared and table.tokens == 42
     assert table.total("keep") == shared + sum(cost["keep"] for cost in costs)
-    rungs = list(table.rungs())
-    assert len(rungs) == 2 * LAYERS + 1 and [number for _, number in rungs] == sorted(n for _, n in rungs)
-    assert rungs[0] == ("0 kept, 0 cheap, 4 full", table.total("full"))
-    assert rungs[-1] == ("4 kept, 0 cheap, 0 full", table.total("keep"))
-    assert rungs[LAYERS] == ("0 kept, 4 cheap, 0 full", table.total("cheap"))
-    for levels, number in rungs:
+    rows = list(table.levels_and_bytes())
+    assert len(rows) == 2 * LAYERS + 1 and [number for _, number in rows] == sorted(n for _, n in rows)
+    assert rows[0] == ("0 kept, 0 cheap, 4 full", table.total("full"))
+    assert rows[-1] == ("4 kept, 0 cheap, 0 full", table.total("keep"))
+    assert rows[LAYERS] == ("0 kept, 4 cheap, 0 full", table.total("cheap"))
+    for levels, number in rows:
         assert levels in table.plan(number).describe()
     stock = activation_table(folder, stock_layers=True, **size)
     costs, _ = counted(tiny("Qwen3", num_hidden_layers=LAYERS).train(), ids)
-    assert list(stock.costs) == costs and "the cheap level is closed: the layers are stock" in str(stock)
+    assert list(stock.costs) == costs and "level cheap is unavailable: the layers are stock" in str(stock)
     frozen = activation_table(folder, frozen=True, **size)
     assert frozen.total("full") == table.total("full") and frozen.total("keep") < table.total("keep")
 

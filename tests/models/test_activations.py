@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.models import activations, fit_activations, fuse_layers
-from logitless.models.activation_plan import Batch, Counts, choose, to_bytes
+from logitless.models.activation_plan import Batch, Counts, choose_levels, to_bytes
 from tests.layers.tiny import SIZES, Step, step, tiny
 
 PLENTY = 10**9
@@ -337,7 +337,7 @@ def test_the_log_line_and_the_report(caplog):
     line = f"3 layers, 42 tokens: 3 kept, 0 cheap, 0 full: {plan.bytes / 1024:.2f} KiB of 953.67 MiB"
     assert plan.describe() == line
     assert list(fitted.report) == ["layers.0", "layers.1", "layers.2"]
-    assert all(text.startswith("cheap level open: it holds 7") for text in fitted.report.values())
+    assert all(text.startswith("level cheap is available: it holds 7") for text in fitted.report.values())
     stock = fit_activations(made(fused=False), "1GB")
     assert all("nothing in the layer is fused" in text for text in stock.report.values())
 
@@ -446,7 +446,7 @@ def test_a_layer_that_does_something_else_the_second_time():
     loss = model(input_ids=ids, labels=ids).loss  # all full
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x: x * 1.0
-    with pytest.raises(RuntimeError, match="layer: expected .* saved tensor.* when it is run again"):
+    with pytest.raises(RuntimeError, match="layer: expected .* saved tensor.* when it is recomputed"):
         loss.backward()
 
 
@@ -482,15 +482,15 @@ def test_the_ladder_stops_at_the_first_upgrade_that_does_not_fit():
     small, large = {"full": 1, "cheap": 4, "keep": 6}, {"full": 1, "cheap": 50, "keep": 90}
     closed = {"full": 1, "cheap": 7, "keep": 7}
     # The last layer's upgrade does not fit, so that the one before it, which would, is not taken either.
-    assert choose([small, large], 2, 20) == (("full", "full"), 4)
-    assert choose([small, large], 2, 56) == (("cheap", "cheap"), 56)
-    assert choose([small, large], 2, 96) == (("cheap", "keep"), 96)
-    assert choose([small, large], 2, 98) == (("keep", "keep"), 98)
-    assert choose([closed, small], 0, 8) == (("full", "keep"), 7)
-    assert choose([closed, small], 0, 13) == (("keep", "keep"), 13)
+    assert choose_levels([small, large], 2, 20) == (("full", "full"), 4)
+    assert choose_levels([small, large], 2, 56) == (("cheap", "cheap"), 56)
+    assert choose_levels([small, large], 2, 96) == (("cheap", "keep"), 96)
+    assert choose_levels([small, large], 2, 98) == (("keep", "keep"), 98)
+    assert choose_levels([closed, small], 0, 8) == (("full", "keep"), 7)
+    assert choose_levels([closed, small], 0, 13) == (("keep", "keep"), 13)
     before = ({}, 0)
     for budget in range(4, 200):
-        levels, total = choose([small, closed, large, small], 0, budget)
+        levels, total = choose_levels([small, closed, large, small], 0, budget)
         ranks = {i: ("full", "cheap", "keep").index(level) for i, level in enumerate(levels)}
         assert total <= budget and total >= before[1] and all(ranks[i] >= r for i, r in before[0].items())
         before = ranks, total
@@ -500,17 +500,17 @@ def test_counts_of_sizes_that_were_not_seen():
     counts = Counts(frozenset({64, 16}))
     scores, hidden, copy_of_weight = (800, (1, 2, 10, 10)), (640, (1, 10, 16)), (2048, (64, 16))
     counts.add("layer", Batch(10, 10), [scores, hidden, copy_of_weight], [(16, 64)])
-    assert counts.bytes("layer", Batch(10, 10)) == 3488
-    assert counts.bytes("layer", Batch(20, 20)) == 4 * 800 + 2 * 640 + 2048
-    assert counts.bytes("layer", Batch(40, 20)) == 8 * 800 + 4 * 640 + 2048
-    assert counts.bytes("another", Batch(10, 10)) is None
+    assert counts.predict("layer", Batch(10, 10)) == 3488
+    assert counts.predict("layer", Batch(20, 20)) == 4 * 800 + 2 * 640 + 2048
+    assert counts.predict("layer", Batch(40, 20)) == 8 * 800 + 4 * 640 + 2048
+    assert counts.predict("another", Batch(10, 10)) is None
     # Where the length is one of the model's sizes, shapes tell nothing: an upper bound.
     counts.add("unsure", Batch(32, 16), [(640, (2, 16, 16))], [])
-    assert counts.bytes("unsure", Batch(32, 16)) == counts.bytes("unsure", Batch(8, 8)) == 640
-    assert counts.bytes("unsure", Batch(64, 32)) == 4 * 640
+    assert counts.predict("unsure", Batch(32, 16)) == counts.predict("unsure", Batch(8, 8)) == 640
+    assert counts.predict("unsure", Batch(64, 32)) == 4 * 640
     # The largest count holds.
     counts.add("layer", Batch(10, 10), [hidden], [])
-    assert counts.bytes("layer", Batch(10, 10)) == 3488
+    assert counts.predict("layer", Batch(10, 10)) == 3488
 
 
 def test_adapters_that_are_added_later_are_counted_in_the_next_pass():

@@ -239,7 +239,7 @@ def test_head_of_a_module_and_of_layers_in_front():
     linear = head()
     assert head_of(linear) == HeadView(linear.weight, linear.bias)
     with pytest.raises(
-        ValueError, match="model: expected a head right behind its backbone, got .*patch_model"
+        ValueError, match="model: expected a head that takes the backbone's output, got .*patch_model"
     ):
         head_of(tiny("RobertaForCausalLM"))
 

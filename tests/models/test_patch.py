@@ -475,7 +475,7 @@ def test_data_parallel():
 
 
 def test_label_smoothing_of_the_plain_trainer(tmp_path):
-    """Trainer takes the labels away and smooths full logits."""
+    """Trainer removes the labels and smooths full logits."""
     args = transformers.TrainingArguments(output_dir=tmp_path, label_smoothing_factor=0.1, report_to=[])
     with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 with a patched model, got 0.1"):
         check_trainer_arguments(args)

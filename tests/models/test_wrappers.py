@@ -105,12 +105,10 @@ def test_what_accelerate_prepares(prepared):
 @pytest.mark.parametrize("use", [patch_model, head_of])
 def test_wrappers_that_are_refused(use, one_rank):
     with pytest.raises(
-        ValueError, match="model: expected one process per GPU, got nn.DataParallel; start it"
+        ValueError, match="model: expected one process per GPU, got nn.DataParallel; use torchrun"
     ):
         use(DataParallel(tiny_model()))
     sharded = FullyShardedDataParallel(tiny_model(), device_id=torch.device("cpu"))
-    message = (
-        "model: expected a model that is sharded by FSDP2, if at all, got FSDP1's FullyShardedDataParallel"
-    )
+    message = "expected a model that is not sharded, or sharded by FSDP2, got FSDP1's FullySharded"
     with pytest.raises(ValueError, match=message):
         use(sharded)

@@ -11,7 +11,7 @@ import logitless
 from logitless import CrossEntropyLoss, LogitsLoss, MedusaHeads, MultiTokenLoss, Term, TokenLoss
 from logitless.__main__ import LOSSES as COMMANDS
 from logitless.__main__ import main
-from logitless.tools.check import MANY_CHUNKS, MOST_LOGITS, ONE_CHUNK
+from logitless.tools.check import MANY_CHUNKS, MAX_LOGITS_BYTES, ONE_CHUNK
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, LossCase
 from tests.support import DEVICE, uncompiled
@@ -291,7 +291,7 @@ def test_the_call_of_many_chunks_has_several(monkeypatch):
 
 
 def test_at_most_a_gibibyte_of_logits():
-    rows = MOST_LOGITS // 8 // V + 1
+    rows = MAX_LOGITS_BYTES // 8 // V + 1
     hidden = torch.zeros(1, 1, device=DEVICE).expand(rows, 1)
     targets, weight = (
         torch.zeros(1, dtype=torch.int64, device=DEVICE).expand(rows),

@@ -184,7 +184,7 @@ def test_several_chunks_sum_in_fp32():
     assert whole.gradient_bytes == (40 + V) * H * 2
 
 
-SWEEP = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sweep-h200.json").read_text())
+SWEEP = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sweep.json").read_text())
 # tokens -> MiB at the peak beyond the inputs
 MEASURED = {
     section["shape"]["N"]: row["peak_bytes"] / MIB
@@ -196,7 +196,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("tokens", MEASURED)
 def test_the_peak_is_the_one_that_was_measured(tokens):
-    loss, size = CrossEntropyLoss(logits_budget=2304 * MIB), {"hidden_size": 2048, "vocab_size": 151_936}
+    loss, size = CrossEntropyLoss(logits_budget=2560 * MIB), {"hidden_size": 2048, "vocab_size": 151_936}
     found = logitless.estimate(loss, tokens=tokens, **size, device=DEVICE)
     assert found.peak_bytes / MIB == pytest.approx(MEASURED[tokens], rel=0.05)
     assert f"\npeak beyond the inputs: about {found.peak_bytes / MIB:,.1f} MiB\n" in str(found)
@@ -308,7 +308,7 @@ REFUSED = {
     "sequences": (DPOLoss(), {"sequences": 3}, "tokens: expected a multiple of 3 sequences"),
     "pairs": (DPOLoss(), {"sequences": 11}, "hidden: expected a multiple of 2 sequences"),
     "both": (DPOLoss(), {"sequences": 2, "cu_seqlens": torch.tensor([0, 44])}, "sequences: expected None"),
-    "no heads": (MedusaLoss(), {}, "heads: expected how many"),
+    "no heads": (MedusaLoss(), {}, "heads: expected the number"),
     "heads": (CrossEntropyLoss(), {"heads": 2}, "heads: expected None for one head"),
     "two teachers": (JSDLoss(), {"teacher_topk": 2, **TEACHER}, "teacher_topk: expected None"),
     "no teacher": (CrossEntropyLoss(), TEACHER, "inputs: expected keywords of CrossEntropyLoss"),

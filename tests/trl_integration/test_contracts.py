@@ -188,7 +188,7 @@ def test_gatherable_logits_do_what_trl_does_and_no_more():
     trainer = SimpleNamespace(args=None, last_plan=None)
     chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
     head = HeadView(weight, of_model=True)
-    gatherable = GatherableLogits(hidden, head, Deferral(), 30, gain=2.0, cap=3.0, chunked=chunked)
+    gatherable = GatherableLogits(hidden, head, Deferral(), 30, logit_scale=2.0, softcap=3.0, chunked=chunked)
     logits = 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
     one, several = torch.randint(0, 30, (2, 3, 1)), torch.randint(0, 30, (2, 3, 4))
     for ids in (one, several):

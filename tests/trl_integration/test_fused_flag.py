@@ -49,13 +49,13 @@ def lines(caplog):
 @pytest.fixture
 def runs(monkeypatch) -> set:
     """The norms that have run as ours."""
-    seen, stock_norm = set(), fused_forwards.normalized
+    seen, stock_norm = set(), fused_forwards.apply_norm
 
-    def normalized(body, module, *args):
+    def apply_norm(body, module, *args):
         seen.add(module)
         return stock_norm(body, module, *args)
 
-    monkeypatch.setattr(fused_forwards, "normalized", normalized)
+    monkeypatch.setattr(fused_forwards, "apply_norm", apply_norm)
     return seen
 
 
