@@ -13,10 +13,10 @@ products is for trained hidden states and weight; with a frozen head, only hidde
     cached_grad       read + write of d logp / d hidden, evaluate at the end      frozen head: 2
     loss_only         read ... read + evaluate                                    nothing is trained: 1
 
-Where the loss is computed outside the pass, from per-token statistics, the plan of `Pass.STATISTICS` only
-reads (recompute, loss_only) or also writes d logp / d hidden (cached_grad), and evaluates nothing. For
-recompute `Pass.GRADIENTS` then writes, in the backward pass. With `accumulate_into` the forward pass is
-loss_only, and the backward pass solves the call again: `Plan.in_backward`.
+If the loss is computed outside the pass, from per-token statistics, the plan of `Pass.STATISTICS` only reads
+(recompute, loss_only) or also writes d logp / d hidden (cached_grad), and does not evaluate. For recompute,
+`Pass.GRADIENTS` then writes in the backward pass. With `accumulate_into`, the forward pass is loss_only, and
+the backward pass solves the call again: `Plan.in_backward`.
 """
 
 import functools

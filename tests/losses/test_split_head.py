@@ -99,5 +99,5 @@ def test_refusals():
     with pytest.raises(ValueError, match="weight: expected the same number of rows in both"):
         linear_cross_entropy(torch.randn(2, 7), SplitHead(torch.randn(9, 5), torch.randn(1, 2)), targets)
     x, frozen, trained = parts()
-    with pytest.raises(TypeError, match="weight: expected a tensor .*, got SplitHead; train it whole"):
+    with pytest.raises(TypeError, match="weight: expected a tensor .*, got SplitHead; train the full"):
         LOSSES["multi-token"](replace(x, weight=SplitHead(frozen, trained)), None)

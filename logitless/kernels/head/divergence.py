@@ -1,31 +1,31 @@
-"""Divergences between the rows of two chunks of logits, student `[C, V]` and teacher `[C, V']`, and the
-student's gradient in place.
+"""Divergences between the rows of two chunks of logits, student (C, V) and teacher (C, V'), and the gradient
+of the student's logits, in place.
 
-With s and t the two distributions, d = log t - log s, and m = beta t + (1 - beta) s:
+Let s and t be the distributions of student and teacher, d = log t - log s, and m = beta t + (1 - beta) s:
 
     jsd           beta KL(t||m) + (1 - beta) KL(s||m)     d z = s (score - sum s score)
                                                           with score = (1 - beta) log(s / m)
     reverse_kl    KL(s||t)                                d z = s (score - sum s score),  score = -d
     forward_kl    KL(t||s)                                d z = s - t
 
-With the acceptance rate of speculative sampling, alpha = sum min(s, p), where p is t or, if the teacher has
-more ids than the student, the teacher's distribution over all of them:
+The following divergences use the acceptance rate of speculative sampling, alpha = sum min(s, p). p is t or,
+if the teacher has more ids than the student, the teacher's distribution over all of its ids:
 
     d alpha = s ([s < p] - sum s [s < p])
     total_variation       1 - alpha                       d z = -d alpha
     neg_log_acceptance    -log max(alpha, 1e-5)           d z = -d alpha / alpha, 0 below the bound
     lk_hybrid             lam KL(t||s) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha) without its gradient
 
-1 - alpha = sum max(s - p, 0). alpha is computed from the smaller of the two sums, so that 1 - alpha does not
-cancel where s and p are nearly equal.
+1 - alpha = sum max(s - p, 0). alpha is computed from the smaller of these two sums, so that 1 - alpha does
+not cancel if s and p are nearly equal.
 
-Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r. No term is negative, so nothing
-cancels where p and q are nearly equal, and equal ones give exactly 0. A plain sum of p log p/q would have no
-correct digits there.
+Every KL is computed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r. No term is negative, so that
+nothing cancels if p and q are nearly equal, and the KL of equal distributions is exactly 0. A plain sum of p
+log p/q would have no correct digits in this case.
 
-`fused_divergence` computes statistics, loss and gradient of a chunk: in one launch of the Triton kernel
-(`divergence_triton.py`), or in its PyTorch twin. The functions of log-probabilities here are those of a loss
-that `torch.func.grad_and_value` differentiates.
+`fused_divergence` computes statistics, loss and gradient of a chunk, in one launch of the Triton kernel
+(`divergence_triton.py`) or in its PyTorch twin. The functions of log-probabilities in this file are for
+losses that `torch.func.grad_and_value` differentiates.
 """
 
 from typing import NamedTuple, Protocol
@@ -44,20 +44,20 @@ from logitless.kernels.head.cross_entropy import (
 )
 from logitless.kernels.head.transform import LogitTransform
 
-# Log-probability in place of -inf, for an id that is ruled out: its exponential is 0 in every dtype, and
-# unlike -inf it produces no NaN. Clamping to this bound changes no finite log-probability.
+# Replaces the log-probability -inf of an excluded id. Its exponential is 0 in every dtype and, unlike -inf,
+# it does not produce NaN. No finite log-probability is below it.
 MIN_LOGPROB = -1e30
-# Functions of the acceptance rate.
+# Divergences that are functions of the acceptance rate.
 OF_ACCEPTANCE = ("total_variation", "neg_log_acceptance", "lk_hybrid")
 FUSED = ("jsd", "forward_kl", "reverse_kl", *OF_ACCEPTANCE)
-# The least acceptance rate whose negative logarithm has a gradient.
+# Lower bound of the acceptance rate in "neg_log_acceptance". Below it, the gradient is 0.
 LEAST = 1e-5
 
 
 def kl_terms(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
     """p phi(r), r = log q/p, element by element."""
     near = r.clamp(max=1.0)
-    # The right form does not overflow, the left one does not cancel.
+    # The first form does not cancel, the second form does not overflow.
     return torch.where(r < 1, p * (torch.expm1(near) - near), q - p - p * r)
 
 
@@ -68,12 +68,13 @@ def kl(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log m/s and log m/t of m = beta t + (1 - beta) s with 0 < beta < 1, exactly 0 where s = t."""
+    """log m/s and log m/t for m = beta t + (1 - beta) s with 0 < beta < 1; exactly 0 if s = t."""
     if beta > 0.5:
         to_teacher, to_student = mixture(teacher, student, 1 - beta)
         return to_student, to_teacher
     d = teacher - student
-    # log m/s where t is not much larger, and log m/t where it is: neither sum cancels, however small beta is.
+    # Compute log m/s if t is not much larger than s, and log m/t otherwise. Neither sum cancels, even for a
+    # small beta.
     near = torch.log1p(beta * torch.expm1(d.clamp(max=1)))
     far = torch.log(beta + (1 - beta) * torch.exp(-d.clamp(min=1)))
     is_near = d < 1
@@ -81,8 +82,10 @@ def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tens
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Generalized Jensen-Shannon divergence of rows of log-probabilities; at 0 and 1 the forward and the
-    reverse KL."""
+    """Generalized Jensen-Shannon divergence of rows of log-probabilities.
+
+    beta=0 is the forward KL, and beta=1 the reverse KL.
+    """
     if beta in (0.0, 1.0):
         return kl(student, teacher) if beta else kl(teacher, student)
     student, teacher = student.clamp(min=MIN_LOGPROB), teacher.clamp(min=MIN_LOGPROB)
@@ -93,7 +96,7 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
-    """KL(t||alpha t + (1 - alpha) s); at 0 the forward KL, at 1 nothing."""
+    """KL(t||alpha t + (1 - alpha) s). alpha=0 is the forward KL; with alpha=1 it is 0."""
     if alpha == 0.0:
         return kl(teacher, student)
     student, teacher = student.clamp(min=MIN_LOGPROB), teacher.clamp(min=MIN_LOGPROB)
@@ -105,14 +108,14 @@ def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
 
 
 class DivergenceStats(NamedTuple):
-    """Per-token statistics `[C]` of a chunk, fp32."""
+    """Per-token statistics (C,) of a chunk, fp32."""
 
     soft: Tensor  # the divergence
     hard: Tensor  # the student's cross-entropy at temperature 1; 0 without a label
-    entropy: Tensor  # of the student, at the temperature
-    is_top1: Tensor  # whether the student's best id is the label
-    agreement: Tensor  # whether the student's best id is the teacher's best id
-    acceptance: Tensor | None = None  # sum min(s, p), where it was asked for
+    entropy: Tensor  # of the student, at the temperature of the loss
+    is_top1: Tensor  # whether the student's arg-max is the label
+    agreement: Tensor  # whether student and teacher have the same arg-max
+    acceptance: Tensor | None = None  # sum min(s, p), if requested
 
 
 def has_kernel(divergence: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -140,13 +143,13 @@ def fused_divergence(
     | None = None,  # of the teacher's rows: log-sum-exp over all ids of the teacher, and its rounding error
     lk_eta: float = 3.0,
 ) -> DivergenceStats:
-    """Statistics of a chunk and, given `factors`, the gradient with respect to the student's products of
-    `factors * (hard_weight * hard + (1 - hard_weight) * soft)`.
+    """Compute the statistics of a chunk and, with `factors`, the gradient with respect to the student's
+    products.
 
-    The divergence `soft` compares the ids that both vocabularies have; the cross-entropy `hard` is over all
-    of the student's ids. With `overlap`, or a divergence of `OF_ACCEPTANCE`, the statistics include the
-    acceptance rate: that of the teacher's distribution over the shared ids or, with `teacher_lse`, over all
-    of the teacher's ids.
+    The gradient is that of `factors * (hard_weight * hard + (1 - hard_weight) * soft)`. The divergence `soft`
+    is over the ids that both vocabularies have, and the cross-entropy `hard` is over all ids of the student.
+    With `overlap`, or a divergence in `OF_ACCEPTANCE`, the statistics include the acceptance rate, for the
+    teacher's distribution over the shared ids or, with `teacher_lse`, over all ids of the teacher.
     """
     options = {
         "gradient": gradient,
@@ -170,8 +173,8 @@ def fused_divergence(
 
 
 def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) -> int:
-    """Bytes of the twin's temporaries for a chunk within the budget; 0 where the kernel runs."""
-    # Twice the bytes of the other twins.
+    """Bytes of the twin's temporaries for a chunk within the budget; 0 if the kernel runs."""
+    # Twice as many bytes as the other twins.
     return 2 * twin_bytes(device, dtype, V, budget)
 
 
@@ -192,7 +195,7 @@ def _divergence_twin(
     hard_weight: float,
     **options,
 ) -> DivergenceStats:
-    """`fused_divergence` in PyTorch, a few rows at a time."""
+    """`fused_divergence` with PyTorch operations, a few rows at a time."""
     C, V = student.shape
     common = min(V, teacher.shape[1])
     dtype = torch.promote_types(student.dtype, torch.float32)
@@ -226,7 +229,7 @@ def _divergence_twin(
             has_label = (label >= 0) & (label < V)
             column = torch.where(has_label, label, 0)[:, None]
             out["is_top1"][rows] = z.argmax(1) == label
-            # The logits at temperature 1.
+            # Log-probabilities at temperature 1.
             log_p = (z * head.temperature).log_softmax(1)
             out["hard"][rows] = torch.where(has_label, -log_p.gather(1, column)[:, 0], 0.0)
         del z
@@ -247,13 +250,14 @@ def _divergence_twin(
 def of_acceptance(
     shared: Tensor, excess: Tensor, kl: Tensor, divergence: str, lk_eta: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(acceptance rate, divergence, a, b), each (n,), with d divergence / d logits = a (s - t) - b d alpha.
+    """Return (acceptance rate, divergence, a, b), each (n,), with d divergence / d logits = a (s - t) - b d
+    alpha.
 
     Args:
         shared: sum min(s, p).
         excess: sum max(s - p, 0), which is 1 - shared.
-        kl: the divergence itself where it is not in `OF_ACCEPTANCE`, else KL(t||s).
-        divergence: its name.
+        kl: KL(t||s) if the divergence is in `OF_ACCEPTANCE`, else the divergence.
+        divergence: name of the divergence.
         lk_eta: as in `fused_divergence`.
     """
     is_near = excess < 0.5
@@ -281,7 +285,7 @@ def _compared(
     lk_eta: float,
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(divergence (n,), its gradient with respect to the student's logits, acceptance rate (n,) or None)."""
+    """Return (divergence (n,), its gradient for the student's logits, acceptance rate (n,) or None)."""
     log_s, log_t = log_s.clamp(min=MIN_LOGPROB), log_t.clamp(min=MIN_LOGPROB)
     s, t = log_s.exp(), log_t.exp()
     shared = excess = None
@@ -304,7 +308,7 @@ def _compared(
 def _scored(
     log_s: Tensor, log_t: Tensor, s: Tensor, t: Tensor, divergence: str, beta: float
 ) -> tuple[Tensor, Tensor | None]:
-    """(divergence (n,), score) of rows, or of a shard's part of them; no score for the forward KL."""
+    """Return (divergence (n,), score) of rows or of a shard of their columns; no score for the forward KL."""
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse_kl" if beta else "forward_kl"
     if divergence == "forward_kl":
@@ -319,7 +323,7 @@ def _scored(
 
 
 class Ranks(Protocol):
-    """The part of a sharded vocabulary's interface that the divergence needs (`parallel/vocabulary.py`)."""
+    """The methods of `parallel.vocabulary.ShardedVocabulary` that the divergence needs."""
 
     width: int
 
@@ -356,7 +360,7 @@ def sharded_divergence(
     teacher_rows: Tensor | None = None,
     lk_eta: float = 3.0,
 ) -> DivergenceStats:
-    """`fused_divergence` of a shard: the same three passes, with an all-reduce of the sums after each."""
+    """`fused_divergence` for a sharded vocabulary: the same three passes, with collectives between them."""
     overlap = overlap or divergence in OF_ACCEPTANCE
     dtype = torch.promote_types(student.dtype, torch.float32)
     nowhere = torch.full_like(labels, ranks.width)
@@ -371,7 +375,7 @@ def sharded_divergence(
         return stats
 
     cold = statistics(student, targets, ("entropy",), head, bias)
-    # Statistics of each row of the teacher.
+    # The statistics of each row of the teacher.
     elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
     taught = statistics(
         teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias
@@ -438,7 +442,7 @@ def _shard_pass_twin(
     teacher_bias: Tensor | None,
     teacher_rows: Tensor | None,
 ) -> None:
-    """`divergence_shard_triton.shard_pass` in PyTorch, a few rows at a time."""
+    """`divergence_shard_triton.shard_pass` with PyTorch operations, a few rows at a time."""
     C, V = student.shape
     taught = teacher_head._replace(temperature=head.temperature)
     step = max(1, twin_rows(student) // 2)

@@ -1,7 +1,7 @@
-"""Triton kernel of `divergence.py` where each rank has a shard of the vocabulary.
+"""Triton kernel of `divergence.py` for a sharded vocabulary.
 
-The caller merges the results of the first pass of `divergence_triton.py` over the ranks. Passes 2 and 3 are
-one launch each, with an all-reduce of their sums in between.
+The caller merges the results of pass 1 (see `divergence_triton.py`) over the ranks. Passes 2 and 3 are one
+launch each, with an all-reduce of the sums between them.
 """
 
 import triton
@@ -61,12 +61,12 @@ def shard_kernel(
 ):
     """Pass 2 or 3 for a shard of the vocabulary.
 
-    `known` holds the statistics of the whole vocabulary from pass 1: log-sum-exp and its residual of the
-    student, of the teacher, and of the student at temperature 1; in pass 3 of a divergence of the acceptance
-    rate also the factors a and b. `sums` holds the divergence and the mean of the score: pass 2 writes those
-    of this shard, pass 3 reads those of all shards. With OVERLAP it also holds sum min(s, p) and
-    sum max(s - p, 0); of a divergence of the acceptance rate the first two are the forward KL and
-    sum s [s < p].
+    `known` contains the statistics of the whole vocabulary from pass 1: log-sum-exp and its residual of the
+    student, of the teacher, and of the student at temperature 1. For pass 3 of a divergence of the acceptance
+    rate, it also contains the factors a and b. `sums` contains the divergence and the mean of the score: pass
+    2 writes the sums of this shard, and pass 3 reads the sums of all shards. With OVERLAP, it also contains
+    sum min(s, p) and sum max(s - p, 0). For a divergence of the acceptance rate, the first two sums are the
+    forward KL and sum s [s < p].
     """
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
@@ -105,8 +105,8 @@ def shard_kernel(
             teacher_softcap,
             PLAIN,
         )
-        # Subtract the normalizers before the multiplication by LOG2E: the product of each part with LOG2E
-        # would round off their last digits.
+        # Subtract the normalizers before the multiplication by LOG2E. Separate products with LOG2E would lose
+        # the last digits of the difference.
         log_s, log_t = ((z * cold - lse_s) - rest_s) * LOG2E, ((t * cold - lse_t) - rest_t) * LOG2E
         log_s = tl.maximum(log_s, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
         log_t = tl.maximum(log_t, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
@@ -125,7 +125,7 @@ def shard_kernel(
                 g += tl.where(y >= 0, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
             g = tl.where(factor == 0.0, 0.0, g * slope)
             if ALIAS:
-                # All threads must have read this block before one stores over it.
+                # All threads must have read this block before a thread overwrites it.
                 tl.debug_barrier()
             tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask)
         else:

@@ -1,18 +1,19 @@
-"""Triton kernel of `divergence.py`. One program passes three times over one row of both chunks:
+"""Triton kernel of `divergence.py`. One program makes three passes over one row of both chunks:
 
-1. Sum the exponentials of both rows, relative to the maximum of the first block; each lane keeps its own
-   maximum. A row that rises more than DRIFT above that shift is summed again, relative to its maximum.
-2. With the normalizers known, compute the divergence, the entropy, and the mean of the score.
-3. With that mean known, write the gradient over the student's logits. The forward KL needs no mean, so 2 and
-   3 are one pass.
+1. Sum the exponentials of both rows relative to a shift, the maximum of the first block. Each lane keeps its
+   maximum. If a row exceeds the shift by more than DRIFT, it is summed again relative to its maximum.
+2. With the normalizers of pass 1, compute the divergence, the entropy, and the mean of the score.
+3. With the mean of pass 2, overwrite the student's logits with the gradient. The forward KL does not need the
+   mean, so passes 2 and 3 are combined.
 
-With OVERLAP, pass 2 also sums the acceptance rate sum min(s, p), where p is the teacher's distribution t or,
-with MASS, its part over these ids of a larger vocabulary. TV, NLA and LK are functions of it and of the
-forward KL; their gradient is a (s - t) - b s ([s < p] - sum s [s < p]), with two factors a and b per row.
+With OVERLAP, pass 2 also computes the acceptance rate sum min(s, p). p is the teacher's distribution t or,
+with MASS, the teacher's probabilities of these ids in a larger vocabulary. TV, NLA and LK are functions of
+the acceptance rate and of the forward KL. Their gradient is a (s - t) - b s ([s < p] - sum s [s < p]), with
+factors a and b per row.
 
-A pair of logits takes 7 memory accesses for the JSD (5 for the forward KL). On an H200 the arithmetic took
-longer than the memory accesses, so logarithms are to the base 2, constants multiply sums and not terms, and
-no maximum is reduced over a block.
+A pair of logits takes 7 memory accesses for the JSD, and 5 for the forward KL. On an H200 the arithmetic took
+longer than the memory accesses. Therefore logarithms are to the base 2, sums instead of terms are multiplied
+by constants, and no maximum is reduced over a block.
 """
 
 import torch
@@ -24,9 +25,10 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
 BLOCK, WARPS = 1024, 4
-# EVEN is the JSD with beta 1/2
+# EVEN is the JSD with beta = 1/2.
 JSD, FORWARD, REVERSE, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-# Total variation, negative log acceptance, and its mixture with the KL: functions of the acceptance rate
+# Functions of the acceptance rate: total variation, negative log acceptance, and the hybrid of total
+# variation and KL.
 TV, NLA, LK = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 MODES = {
     "jsd": JSD.value,
@@ -36,9 +38,9 @@ MODES = {
     "neg_log_acceptance": NLA.value,
     "lk_hybrid": LK.value,
 }
-# The least acceptance whose negative logarithm has a gradient.
+# Lower bound of the acceptance rate in NLA. Below it, the gradient is 0.
 LEAST = tl.constexpr(1e-5)
-# Logarithms to the base 2: log2 of a probability of 0, and how far a row may rise above its shift.
+# To the base 2: the logarithm of a probability of 0, and the largest difference between a row and its shift.
 MIN_LOGPROB = tl.constexpr(-1e30)
 DRIFT = tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -46,14 +48,14 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN: tl.constexpr):
-    """Logits at temperature 1 and their derivative; a softcap of 0 means no softcap."""
+    """Logits at temperature 1 and their derivative. A softcap of 0 means no softcap."""
     x = x.to(tl.float32)
     if not PLAIN:
         x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
     z = scale * x
     slope = scale
     if not PLAIN:
-        slope = tl.where(z > 0.0, scale, scale)  # in z's shape, and finite where a bias makes z -inf
+        slope = tl.where(z > 0.0, scale, scale)  # the scale in z's shape; finite even if a bias makes z -inf
         if softcap > 0.0:
             squashed = 2.0 / (1.0 + tl.exp(-2.0 * z / softcap)) - 1.0
             z = softcap * squashed
@@ -63,8 +65,7 @@ def head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN: tl.constexpr):
 
 @triton.jit
 def values(ptr, cols, mask, bias_ptr, scale, softcap, PLAIN: tl.constexpr):
-    """Logits at temperature 1 (PLAIN: what `scale` would make logits of) and their derivative; -inf where
-    masked."""
+    """Logits at temperature 1 (with PLAIN: without the factor `scale`), -inf if masked; their derivative."""
     x = tl.load(ptr + cols, mask=mask, other=-float("inf"))
     if PLAIN:
         z = x.to(tl.float32)
@@ -77,7 +78,10 @@ def values(ptr, cols, mask, bias_ptr, scale, softcap, PLAIN: tl.constexpr):
 
 @triton.jit
 def added(z, rate, start, shift, total, best, best_start):
-    """Adds 2^(rate z - shift) to the lanes of `total`; each keeps its maximum, and the block of its first."""
+    """Add 2^(rate z - shift) to the lanes of `total`.
+
+    Each lane keeps its maximum and the block with its first maximum.
+    """
     better = z > best
     total += tl.exp2(tl.fma(z, rate, -shift))
     return total, tl.where(better, z, best), tl.where(better, start, best_start)
@@ -85,7 +89,7 @@ def added(z, rate, start, shift, total, best, best_start):
 
 @triton.jit
 def first_best(best, best_start, lane):
-    """The maximum, and the first column that has it."""
+    """The maximum over all lanes, and the first column with this value."""
     top = tl.max(best, 0)
     return top, tl.min(tl.where(best == top, best_start + lane, 2147483647), 0)
 
@@ -111,11 +115,11 @@ def log2_of_one_and(u):
 
 @triton.jit
 def scored(log_s, log_t, beta, MODE: tl.constexpr):
-    """Logarithms to the base 2 -> (s, t, the divergence's terms, score, terms of the score's mean under s).
-    The last three are in the unit of `unit_of`. Where log_s = log_t they are exactly 0.
+    """Return (s, t, terms of the divergence, score, terms of the mean of the score under s), given log2 s and
+    log2 t.
 
-    Differences of logarithms are formed before any logarithm of m, so that they keep their digits where s and
-    t are close.
+    The last three are in the unit of `unit_of`. They are exactly 0 if log_s = log_t. Differences of
+    logarithms are computed before any logarithm of m, so that they are accurate if s and t are close.
     """
     d = log_t - log_s
     if (MODE == JSD) | (MODE == EVEN):
@@ -128,12 +132,12 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
             shrunk = log2_of_one_and(0.5 * ratio - 0.5)
         else:
             smaller = tl.where(above, 1.0 - beta, beta)
-            # The first form is exactly 0 where s = t; the second one keeps the digits of a small share of the
-            # larger.
+            # The first form is exactly 0 if s = t. The second form is accurate if the larger of the two has a
+            # small weight.
             near = 1.0 + smaller * (ratio - 1.0)
             far = tl.where(above, beta, 1.0 - beta) + smaller * ratio
             shrunk = tl.log2(tl.where(ratio > 0.5, near, far))
-        # log m/s and log m/t; the difference of the former and a huge d would have no digits.
+        # log m/s and log m/t. For a huge d, log m/s - d would have no correct digits.
         to_s = tl.where(above, shrunk + d, shrunk)
         to_t = tl.where(above, shrunk, shrunk - d)
         ours = s * to_s
@@ -154,9 +158,10 @@ def unit_of(beta, MODE: tl.constexpr):
 
 @triton.jit
 def of_acceptance(shared, excess, kl, eta, MODE: tl.constexpr):
-    """(acceptance rate, loss, a, b) from sum min(s, p), sum max(s - p, 0), whose sum is 1, and KL(t||s).
+    """Return (acceptance rate, loss, a, b), given sum min(s, p), sum max(s - p, 0) and KL(t||s).
 
-    Of the two sums the smaller one has more digits. Modes below TV use the acceptance alone.
+    The two sums add up to 1, and the smaller one is more accurate. Modes below TV only use the acceptance
+    rate.
     """
     near = excess < 0.5
     alpha = tl.where(near, 1.0 - excess, shared)
@@ -165,7 +170,7 @@ def of_acceptance(shared, excess, kl, eta, MODE: tl.constexpr):
     a = 0.0 * tv
     b = 1.0 + 0.0 * tv
     if MODE == NLA:
-        # -log(1 - excess), with the rounding error of 1 - excess divided out.
+        # -log(1 - excess), corrected for the rounding error of 1 - excess.
         lost = 1.0 - alpha
         precise = tl.where(lost == 0.0, excess, -tl.log(alpha) * (excess / tl.where(lost == 0.0, 1.0, lost)))
         loss = tl.where(near, precise, -tl.log(tl.maximum(alpha, LEAST)))
@@ -219,10 +224,11 @@ def divergence_kernel(
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`cold` is 1 / temperature. SPLIT: the cross-entropy has a gradient, or a softmax of its own (another
-    temperature, more ids). OVERLAP: compute the acceptance rate. ROWS: the row of the teacher
-    is `teacher_rows`. MASS: the teacher has more ids than these; `teacher_lse` and `teacher_residual` are the
-    log-sum-exp of all, and its rounding error."""
+    """`cold` is 1 / temperature. SPLIT: the cross-entropy has a gradient, or a different softmax (another
+    temperature, more ids). OVERLAP: compute the acceptance rate. ROWS: `teacher_rows` contains the teacher's
+    row of each row. MASS: the teacher has more ids than these; `teacher_lse` and `teacher_residual` are the
+    log-sum-exp over all of its ids and the rounding error.
+    """
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_row = tl.load(teacher_rows_ptr + row).to(tl.int64) if ROWS else row
@@ -232,7 +238,7 @@ def divergence_kernel(
     y = tl.load(labels_ptr + row)
     has_label = (y >= 0) & (y < V)
     factor = tl.load(factors_ptr + row)
-    # Factors of a logit for exponentials to the base 2: student at temperature 1, student, teacher.
+    # Factors of the logits for exponentials to the base 2: student at temperature 1, student, teacher.
     slope_all = scale if PLAIN else 1.0
     rate_1 = slope_all * LOG2E
     rate_s = rate_1 * cold
@@ -292,7 +298,7 @@ def divergence_kernel(
     common_mass, excess_mass, below = zeros, zeros, zeros
     mass = 1.0
     if MASS:
-        # The shift and the log-sum-exp of all ids are near each other: their difference is exact.
+        # The shift and the log-sum-exp over all ids are close, so their difference is exact.
         lse_all, rest_all = (
             tl.load(teacher_lse_ptr + teacher_row),
             tl.load(teacher_residual_ptr + teacher_row),
@@ -327,7 +333,7 @@ def divergence_kernel(
         )
         rejected = tl.sum(below, 0)
     if write != 0:
-        # No thread may overwrite a logit before all threads have read it.
+        # All threads must have read the logits before a thread overwrites them.
         tl.debug_barrier()
         average = tl.sum(mean, 0)
         soft_factor = factor * (1.0 - hard_weight) * cold * unit * slope_all
@@ -359,7 +365,7 @@ def divergence_kernel(
             if SPLIT:
                 p = tl.exp2(tl.fma(z, rate_1, -shift_1) - log_sum_1)
                 g += tl.where(has_label, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
-            # A token that does not count is zeroed, whatever its logits hold.
+            # The gradient of an unsupervised token is set to 0, even if its logits are not finite.
             g = tl.where(factor == 0.0, 0.0, g * slope)
             if ALIAS:
                 tl.debug_barrier()
@@ -384,8 +390,7 @@ def mode_of(divergence: str, beta: float) -> int:
 def biases(
     student: Tensor, common: int, head, teacher_head, bias: Tensor | None, teacher_bias: Tensor | None
 ) -> tuple[bool, list[Tensor]]:
-    """Whether the logits are plain multiples of the products, in the same order, and both biases as the
-    kernels read them."""
+    """Return (whether the logits are positive multiples of the products, both biases as kernel arguments)."""
     plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
     plain = plain and min(head.logit_scale, teacher_head.logit_scale) > 0
     widths = (student.shape[1], common)

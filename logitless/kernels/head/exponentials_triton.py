@@ -1,7 +1,8 @@
-"""Exponentials for computations on every logit: results below 2^-126 (subnormal) become 0.
+"""Exponentials for computations on every logit. Subnormal results (below 2^-126) are flushed to 0.
 
-To compute those, `tl.exp` and `tl.exp2` take three instructions more on NVIDIA GPUs, where a logit takes
-twenty in all. The interpreter and Intel's Triton use `tl.exp` and `tl.exp2`.
+On NVIDIA GPUs, `tl.exp` and `tl.exp2` take three additional instructions to compute subnormal results,
+compared with about twenty instructions per logit in total. The interpreter and Intel's Triton use `tl.exp`
+and `tl.exp2`.
 """
 
 import torch

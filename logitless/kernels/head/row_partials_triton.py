@@ -1,10 +1,10 @@
-"""Kernels before and after the product with an epilogue (`fused_projection_triton.py`).
+"""Kernels that run before and after the product with an epilogue (`fused_projection_triton.py`).
 
-    shift_kernel    before: the shift of each row, relative to which its exponentials are taken
-    finish_kernel   after: the statistics of each row from the partial sums of its tiles
+    shift_kernel    before the product: compute the shift of each row, to which its exponentials are relative
+    finish_kernel   after the product: compute the statistics of each row from the partial sums of its tiles
 
-Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^(log2(e) z - shift).
-`target_logit` is the target's scaled logit minus the shift.
+Exponentials are to the base 2: a scaled logit is log2(e) z, and its exponential is 2^(log2(e) z - shift).
+`target_logit` is the scaled logit of the target minus the shift.
 """
 
 import triton
@@ -15,17 +15,18 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# ln 2 as the sum of two constants; the first has so few digits that its product with a shift is exact.
+# ln 2 as the sum of two constants. The first has so few digits that its product with a shift is exact.
 LN2_HIGH = tl.constexpr(0.693359375)
 LN2_LOW = tl.constexpr(-2.12194440e-4)
-# A row is recomputed if its sum of exponentials is above 2^DRIFT or below 2^-DRIFT. bf16 and fp32 represent
-# 2^58, and row factors that contain its inverse times a small upstream gradient do not underflow.
+# A row is recomputed if its sum of exponentials is above 2^DRIFT or below 2^-DRIFT. bf16 and fp32 can
+# represent 2^58, and the product of its inverse and a small upstream gradient in a row factor does not
+# underflow.
 DRIFT = tl.constexpr(58.0)
-# Scaled logit of a masked column: 2^NEVER is 0, and so is NEVER * 2^NEVER (with -inf it would be NaN).
+# Scaled logit of a masked column. 2^NEVER and NEVER * 2^NEVER are 0; with -inf, the latter would be NaN.
 NEVER = tl.constexpr(-1e30)
-# Flags of a row. DRIFTED: recompute it, as its exponentials may underflow or overflow. TIE: recompute it, as
-# another logit in the target's tile equals the target's. TIED: the recomputation found that the other logit
-# comes first.
+# Flags of a row. DRIFTED: the row must be recomputed, because its exponentials may underflow or overflow.
+# TIE: the row must be recomputed, because another logit in the target's tile equals the target's logit. TIED:
+# in the recomputation, the other logit comes first.
 DRIFTED, TIE, TIED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -33,8 +34,7 @@ DRIFTED, TIE, TIED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 def above_shift(
     x, shift, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
-    """From products x: (log2(e) z - shift, log2(e) d z / d x) of the logits z; bitwise equal in all
-    kernels."""
+    """(log2(e) z - shift, log2(e) d z / d x) for the logits z of products x; bitwise equal in all kernels."""
     if HAS_SOFTCAP:
         z, slope = head_logits(x, bias_ptr, cols, mask, gain * LOG2E, squash, cap * LOG2E, HAS_BIAS, True)
         d = z - shift
@@ -72,10 +72,11 @@ def shift_kernel(
 ):
     """Store each row's shift, and `target_logit` = log2(e) z_target - shift.
 
-    The shift is log2(e) z_target rounded to an integer. It is 0 if that is 3,000 or more in magnitude, and if
-    the row has no target in these columns (a sharded vocabulary), where `target_logit` is -inf. The shift of
-    an ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum of the row's
-    logits, computed from the sum of the head's rows (`fused_projection.head_sums`)."""
+    The shift is log2(e) z_target rounded to an integer. It is 0 if the magnitude of log2(e) z_target is 3,000
+    or more, and if the row has no target in these columns (sharded vocabulary); `target_logit` is then -inf.
+    The shift of an ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum
+    of the logits of each row, computed from the sum of the head's rows (`fused_projection.head_sums`).
+    """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
     supervised = y != ignore_index
@@ -102,7 +103,7 @@ def shift_kernel(
 
 @triton.jit
 def chosen_again(y, total, top, target_logit, shift, tie, ignore_index):
-    """Per row: the flag DRIFTED, TIE or 0 (no recomputation), and how much a DRIFTED row's shift rises."""
+    """Return the flag DRIFTED, TIE or 0 (no recomputation) of each row, and the increase of its shift."""
     highest = tl.maximum(top, target_logit)
     sum_e = total + tl.exp2(target_logit)
     # `sum_e` can be below 2^-DRIFT if the row has no target in these columns: its shift is then 0, while all
@@ -153,9 +154,9 @@ def finish_kernel(
 ):
     """Merge the partial sums of each row to its statistics, and store the target's entry of the gradient.
 
-    Also store the flags of rows to recompute (`again_ptr`) and their new shifts. The launch with AGAIN
-    follows the recomputation. It handles all rows of each tile with a flagged row, because the recomputation
-    stored that tile anew, without the targets' entries; other tiles are skipped.
+    Also store the flags of the rows that must be recomputed (`again_ptr`), and their new shifts. The launch
+    with AGAIN runs after the recomputation. It processes all rows of each tile with a flagged row, because
+    the recomputation stores the whole tile without the entries of the targets. It skips all other tiles.
     """
     first = tl.program_id(0) * ROWS
     if AGAIN:
@@ -229,7 +230,8 @@ def finish_kernel(
     if WRITE:
         slope = 1.0
         if HAS_SOFTCAP:
-            # The stored gradient contains log2(e) d z / d product; the target's slope follows from its logit.
+            # The stored gradient contains log2(e) d z / d product. For the target, it is computed from the
+            # logit.
             squashed = (shift + target_logit) * LN2 / cap
             slope = gain * LOG2E * (1.0 - squashed * squashed)
             scale = -1.0 / (total * LOG2E)

@@ -1,8 +1,8 @@
-"""Multiply matrices by a factor per row or by one factor, in fp32, rounded once, in one pass.
+"""Multiply matrices by one factor or by a factor per row, in fp32, in one pass with one rounding.
 
-PyTorch's own mixed-dtype multiplication reaches a quarter of an H200's memory bandwidth (2.5 ms for a
-[128,256, 4,096] fp32 d_weight that is cast to bf16, 0.8 ms here). Two matrices share one launch: the two
-gradients of a call, or the two [C, H] matrices of a chunk.
+PyTorch's mixed-dtype multiplication reaches a quarter of an H200's memory bandwidth: it takes 2.5 ms for an
+fp32 d_weight (128,256, 4,096) that is cast to bf16, compared with 0.8 ms here. Two matrices share one launch:
+the two gradients of a call, or the two (C, H) matrices of a chunk.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 
-# (matrix, result), which may be the same tensor.
+# (matrix, result). Both may be the same tensor.
 Pair = tuple[Tensor, Tensor]
 
 
@@ -26,8 +26,8 @@ def scale_all(pairs: Sequence[Pair], factors: Sequence[Tensor]) -> None:
     """Multiply each matrix by all factors.
 
     Args:
-        pairs: (x, out) each, (n, m), with rows in one piece; `out` may be `x`.
-        factors: one or two; 0-d, or (n,) with pairs of equally many rows.
+        pairs: pairs (x, out) of matrices (n, m) with contiguous rows. `out` may be `x`.
+        factors: one or two factors: 0-d, or (n,) if all matrices have n rows.
     """
     if not pairs:
         return
@@ -38,7 +38,7 @@ def scale_all(pairs: Sequence[Pair], factors: Sequence[Tensor]) -> None:
         return
     factor = factors[0] if len(factors) == 1 else factors[0] * factors[1]
     for x, out in pairs:
-        # At least one dimension: a 0-d factor would be rounded to the dtype of x first.
+        # The factor needs at least one dimension: a 0-d factor would first be rounded to the dtype of x.
         torch.mul(x, factor.reshape(-1, 1), out=out)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `scale.py`: bound by memory traffic, one read and one write per element."""
+"""Triton kernels of `scale.py`. They are bound by memory traffic, with one read and one write per element."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.operands import multiprocessors
 
 BLOCK, WARPS = 2048, 4
-# Programs for each multiprocessor where all numbers share a factor: as many as run at once, each of which
-# scales many blocks. Where a factor of 1 leaves nothing to do, only they are launched: one program per block
-# took 0.2 ms for a d_weight of 151,936 x 4,096.
+# Number of programs per multiprocessor if all elements have the same factor. It is the number of programs
+# that run concurrently, and each scales many blocks. With a factor of 1, these programs return at once. One
+# program per block would take 0.2 ms for a d_weight of 151,936 x 4,096, even with a factor of 1.
 PROGRAMS = 16
 
 
@@ -20,7 +20,7 @@ PROGRAMS = 16
 def scale_block(x_ptr, out_ptr, cols, columns, factor, IN_PLACE: tl.constexpr):
     """Scale one block of columns of a row."""
     if IN_PLACE:
-        # A factor of 1 leaves nothing to do.
+        # With a factor of 1, skip all columns.
         columns = tl.where(factor == 1.0, 0, columns)
     mask = cols < columns
     x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def scale_kernel(
 @triton.jit
 def scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     if IN_PLACE:
-        # A factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
+        # With a factor of 1, skip all elements. This is the usual case: the loss is not scaled.
         numel = tl.where(factor == 1.0, 0, numel)
     first = tl.program_id(0).to(tl.int64)
     numel += first * 0  # in int64, as the last block may reach beyond 2^31

@@ -1,8 +1,9 @@
-"""The ids of the k largest logits of each row, in descending order; of equal logits, the lowest ids first.
+"""The ids of the k largest logits of each row, in descending order; among equal logits, the lowest ids first.
 
-`torch.topk` guarantees no order among equal values, and rounded logits are often equal. The softcap is
-monotonic, so products with the head are compared before it, where tanh has not yet rounded different values
-to equal ones. The Triton kernels (`select_triton.py`) read a row once; the twin takes a few rows at a time.
+`torch.topk` does not guarantee the order of equal values, and rounded logits are often equal. The softcap is
+monotonic. Therefore products are compared before the softcap, because tanh may round different values to
+equal values. The Triton kernels (`select_triton.py`) read a row once. The twin processes a few rows at a
+time.
 """
 
 import torch
@@ -26,7 +27,7 @@ def _runs(device: torch.device, dtype: torch.dtype, V: int, k: int) -> bool:
 
 
 def new_maxima(logits: Tensor, k: int) -> Tensor | None:
-    """Empty buffer for the tile maxima that `token_statistics` stores for `select`; None for the twin."""
+    """Allocate a buffer for tile maxima, which `token_statistics` stores for `select`; None for the twin."""
     if not _runs(logits.device, logits.dtype, logits.shape[1], k):
         return None
     from logitless.kernels.head import select_triton
@@ -40,7 +41,7 @@ def select(
     *,
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
-    maxima: Tensor | None = None,  # from `new_maxima`, filled by the kernel that read the logits
+    maxima: Tensor | None = None,  # from `new_maxima`, written by `token_statistics`
 ) -> Tensor:
     """(C, k) int64 ids of the largest logits after the head's transform. A NaN counts as infinite."""
     if _runs(logits.device, logits.dtype, logits.shape[1], k) and logits.numel():
@@ -60,7 +61,7 @@ def _sign(head: LogitTransform) -> float:
 
 
 def compared(x: Tensor, head: LogitTransform, bias: Tensor | None) -> Tensor:
-    """Sort keys of the products x: the larger the logit, the larger the key."""
+    """Sort keys of the products x, in the order of the logits."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z if bias is None else z + bias.to(z.dtype)
     z = z * _sign(head)
@@ -68,7 +69,7 @@ def compared(x: Tensor, head: LogitTransform, bias: Tensor | None) -> Tensor:
 
 
 def row_bytes(V: int, k: int) -> int:
-    """Bytes per row beside its logits: the kernel's tile maxima, and the ids."""
+    """Bytes per row in addition to its logits: the kernel's tile maxima and the ids."""
     return 4 * (V // 64 + 1) + 24 * k
 
 
@@ -76,7 +77,7 @@ def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget
     """Bytes of the twin's temporaries for a chunk within the budget."""
     if _runs(device, dtype, V, k):
         return 0
-    # Twice the bytes of the other twins, on every device.
+    # Twice as many bytes as the other twins, on every device.
     return 2 * twin_bytes(torch.device("meta"), dtype, V, budget)
 
 

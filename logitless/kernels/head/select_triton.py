@@ -1,14 +1,14 @@
 """Triton kernels of `select.py`.
 
-* `tile_max_kernel` reads each logit once and stores the largest of every TILE columns. Where a pass computes
-  statistics anyway, `row_kernel` stores these maxima instead.
-* `select_kernel` takes the k tiles with the largest maxima, of equal maxima the first ones. They contain the
-  k largest logits: before any logit outside of them come k others, the maxima of these tiles, each larger, or
-  equal with a lower id. So for k = 64, 4,096 of 151,936 logits are read a second time.
+* `tile_max_kernel` reads each logit once and stores the maximum of every TILE columns. If the pass also
+  computes statistics, `row_kernel` stores these maxima instead.
+* `select_kernel` selects the k tiles with the largest maxima, and the first tiles among equal maxima. These
+  tiles contain the k largest logits: for any logit in another tile, the maxima of the k tiles are larger, or
+  equal with a lower id. Therefore, for k = 64, only 4,096 of 151,936 logits are read a second time.
 
-Both selections search for a threshold that exactly k lanes reach, by bisection on order-preserving integers:
-each step counts lanes in registers, and nothing is sorted. Only the k results are put in order, each by
-counting the results before it.
+The tiles and then the logits are selected by a threshold that exactly k lanes reach. It is found by bisection
+on order-preserving integers: each step counts lanes in registers, without sorting. Only the k results are
+sorted, by counting for each of them the results that precede it.
 """
 
 import torch
@@ -20,16 +20,16 @@ from logitless.kernels.head.cross_entropy_triton import TILE
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
-# A row of tiles, and the candidates of k tiles, are in registers: 4,096 numbers each for 64 ids and a
-# vocabulary of 262,144.
+# The maxima of all tiles of a row, and the logits of k tiles, are held in registers: 4,096 numbers each for
+# 64 ids and a vocabulary of 262,144.
 BLOCK, WARPS, SELECT_WARPS = 2048, 4, 8
-# Below the integer of every number.
+# Smaller than the integer of every logit.
 OUT_OF_RANGE_COLUMN = tl.constexpr(-2147483648)
 
 
 @triton.jit
 def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
-    """Sort keys of products, as in `select.py`: the larger the logit, the larger the key; NaN is +inf."""
+    """Sort keys of products, in the order of the logits as in `select.py`. NaN is +inf."""
     x = x.to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
@@ -38,7 +38,7 @@ def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def ordered(z):
-    """Order-preserving map from fp32 to int32; -0 equals 0, and NaN is +inf."""
+    """Order-preserving map from fp32 to int32. -0 equals 0, and NaN is +inf."""
     z = tl.where(z == z, z, float("inf"))
     z = tl.where(z == 0.0, 0.0, z)
     bits = z.to(tl.int32, bitcast=True)
@@ -47,14 +47,15 @@ def ordered(z):
 
 @triton.jit
 def first_largest(key, k, low):
-    """Select the k largest lanes, of equal ones the first; at least k lanes are >= `low`.
+    """Select the k largest lanes, and the first lanes among equal ones. At least k lanes must be >= `low`.
 
-    Returns (n,) the position of each selected lane among the selected ones, in lane order; (n,) which lanes
-    are selected; and a threshold: the least selected value, or one between it and all others."""
+    Returns (n,) the index of each selected lane in the selected lanes, in lane order; (n,) whether a lane is
+    selected; and a threshold: the smallest selected value, or a value between it and all other values.
+    """
     reached = tl.sum((key >= low).to(tl.int32), 0)
     high = tl.max(key, 0)
     while (reached != k) & (low < high):
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without their sum
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up; their sum could overflow
         count = tl.sum((key >= middle).to(tl.int32), 0)
         enough = count >= k
         low = tl.where(enough, middle, low)
@@ -115,7 +116,7 @@ def select_kernel(
     TILES: tl.constexpr,
     K: tl.constexpr,
 ):
-    """`scratch` (C, 2 K) int32. TILES and K are powers of two, TILES at least K."""
+    """`scratch` is (C, 2 K) int32. TILES and K are powers of two, with TILES >= K."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     maxima_ptr += row * maxima_stride
@@ -125,7 +126,7 @@ def select_kernel(
     exists = tile * TILE < V
     maxima = tl.load(maxima_ptr + tile, mask=exists, other=0.0)
     key = tl.where(exists, ordered(maxima), OUT_OF_RANGE_COLUMN)
-    # With fewer than k tiles, the remaining lanes select tiles beyond the vocabulary.
+    # If there are fewer than k tiles, the remaining lanes select tiles outside the vocabulary.
     low = tl.where(V > (k - 1) * TILE, tl.min(tl.where(exists, key, 2147483647), 0), OUT_OF_RANGE_COLUMN)
     place, chosen, low = first_largest(key, k, low)
     tl.store(scratch_ptr + place, tile, mask=chosen)
@@ -147,14 +148,14 @@ def select_kernel(
 
     mine = tl.load(scratch_ptr + slot, mask=slot < k, other=OUT_OF_RANGE_COLUMN)
     columns = tl.load(scratch_ptr + K + slot, mask=slot < k, other=0)
-    # Places rise with the ids.
+    # Slots are in ascending order of the ids.
     earlier = (mine[None, :] == mine[:, None]) & (slot[None, :] < slot[:, None])
     before = ((mine[None, :] > mine[:, None]) | earlier) & (slot < k)[None, :]
     tl.store(ids_ptr + tl.sum(before.to(tl.int32), 1), columns.to(tl.int64), mask=slot < k)
 
 
 def new_maxima(logits: Tensor) -> Tensor:
-    """Empty buffer (C, tiles) for the largest of every TILE columns, written by `row_kernel` or `select`."""
+    """Allocate a buffer (C, tiles) for the maximum of every TILE columns, for `row_kernel` or `select`."""
     return logits.new_empty((logits.shape[0], triton.cdiv(logits.shape[1], TILE)), dtype=torch.float32)
 
 

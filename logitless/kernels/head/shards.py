@@ -1,10 +1,10 @@
 """Merge the per-token statistics of all shards of a vocabulary to those of the whole vocabulary.
 
-    merge_stats      the statistics; `parallel/vocabulary.py` has the formulas
-    merge_gradient   the statistics and the result of `logprob_gradient`, which becomes that of the whole
+    merge_stats      merge the statistics; `parallel/vocabulary.py` documents the formulas
+    merge_gradient   merge the statistics, and convert the result of `logprob_gradient` to that of the whole
                      vocabulary
 
-Every rank computes the same result. There are up to seven statistics per token; on a GPU one kernel replaces
+Every rank computes the same result. There are up to seven statistics per token. On a GPU, one kernel replaces
 about fifty PyTorch launches between two products.
 """
 
@@ -19,10 +19,11 @@ from logitless.kernels.head.transform import LogitTransform
 
 # Logits of different shards count as equal if they differ by at most this many rounding errors of lse.
 TIE = 4
-# Lower bound of the log-probability of a shard: the gradient of a smaller one is negligible. Without the
-# bound the target's entry, which is divided by the shard's probability, would overflow.
+# Lower bound of the log-probability of a shard. The gradient in a shard with a smaller probability is
+# negligible. Without the bound, the target's entry, which is divided by the probability of the shard, would
+# overflow.
 LEAST_LOG_SHARE = -40.0
-# Both limits for the kernel, which computes in fp32.
+# Both limits as arguments of the kernel, which computes in fp32.
 LIMITS = {"tie": TIE * torch.finfo(torch.float32).eps, "least_share": math.exp(LEAST_LOG_SHARE)}
 
 
@@ -30,8 +31,8 @@ def merge_stats(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int
     """Write the statistics of the whole vocabulary to `out`; zeros in ignored rows.
 
     Args:
-        shards: (ranks, statistics, C), every rank's statistics in the order of the fields of `out`. A shard
-            without the target has -inf for logps and its largest logit for is_top1.
+        shards: (ranks, statistics, C), the statistics of every rank in the order of the fields of `out`. In a
+            shard without the target, logps is -inf and is_top1 is the largest logit.
         columns: (C,) targets as columns of this rank's shard.
         out: (C,) each, written.
         rank: this rank's index in `shards`.
@@ -56,10 +57,10 @@ def merge_gradient(
     factor: Tensor,  # (C,) row factor
     head: LogitTransform,
 ) -> Tensor:
-    """`merge_stats`, for the result of `logprob_gradient`: also set the target's entry of `gradient`.
+    """`merge_stats` for the result of `logprob_gradient`. Also sets the target's entry of `gradient`.
 
     Returns:
-        row factor (C,): d log p(target) / d logits in the whole vocabulary is the factor times `gradient`.
+        row factor (C,): in the whole vocabulary, d log p(target) / d logits = factor[:, None] * gradient.
     """
     if _has_kernel(shards, out):
         from logitless.kernels.head import shards_triton
@@ -82,7 +83,7 @@ def _has_kernel(shards: Tensor, out: TokenBuffers) -> bool:
 
 
 def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
-    """Write `out`, and return (C,) the log-probability of this rank's shard."""
+    """Write the statistics to `out`, and return the log-probability (C,) of this rank's shard."""
     stats = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
     lse_r, logps_r = stats["lse"], stats["logps"]
     residual_r = torch.where(lse_r.isfinite(), stats["lse_residual"], 0.0)
@@ -96,12 +97,12 @@ def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, i
 
     z_y = (logps_r + lse_r + residual_r).amax(0)
     owner = logps_r > -torch.inf
-    # A confident token's 1 - p keeps its digits if every sum leaves the target out.
+    # All sums exclude the target, so that 1 - p of a confident token is accurate.
     others = torch.where(owner, torch.expm1(-logps_r), (lse_r - z_y + residual_r).exp()).sum(0)
     combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
     if "entropy" in stats:
         combined["entropy"] = (shares * stats["entropy"] - torch.xlogy(shares, shares)).sum(0)
-        # The first of equal logits wins.
+        # Among equal logits, the first one is the arg-max.
         slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
         ranks = torch.arange(len(shards), device=lse.device)[:, None]
         earlier = ranks < owner.long().argmax(0)
@@ -110,7 +111,7 @@ def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, i
     if "sum_logits" in stats:
         combined["sum_logits"] = stats["sum_logits"].sum(0)
     if "log_sum_sq_probs" in stats:
-        # A shard in which every p is 0 has the log -inf, which adds nothing to the sum.
+        # For a shard in which all p are 0, the logarithm is -inf, which does not contribute to the sum.
         combined["log_sum_sq_probs"] = (2 * shares.log() + stats["log_sum_sq_probs"]).logsumexp(0)
     for name, x in combined.items():
         getattr(out, name).copy_(torch.where(columns == ignore_index, 0.0, x))

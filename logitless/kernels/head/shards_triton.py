@@ -1,4 +1,4 @@
-"""Triton kernel of `shards.py`. Each rank's statistics of a token are read up to three times, from L1."""
+"""Triton kernel of `shards.py`. The statistics of each rank are read up to three times, from L1."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ BLOCK, WARPS = 128, 4
 
 @triton.jit
 def of_softmax(at, C, here):
-    """log p(target), log-sum-exp and its residual within a shard."""
+    """Load log p(target), log-sum-exp and its residual of a shard."""
     logp = tl.load(at, mask=here, other=-float("inf"))
     lse = tl.load(at + C, mask=here, other=0.0)
     residual = tl.load(at + 2 * C, mask=here, other=0.0)
@@ -74,7 +74,7 @@ def merge_kernel(
         share = tl.exp(lse_r - top + residual_r)
         whole += share
         own_share = tl.where(r == rank, share, own_share)
-        # A confident token's 1 - p keeps its digits if every sum leaves the target out.
+        # All sums exclude the target, so that 1 - p of a confident token is accurate.
         others += tl.where(logp > -float("inf"), -complement(-logp), tl.exp(lse_r - z_y + residual_r))
 
     log_whole = tl.log(whole)
@@ -99,17 +99,18 @@ def merge_kernel(
             logp_r, lse_r, residual_r = of_softmax(at, C, here)
             log_share = lse_r - top + residual_r - log_whole
             share = tl.exp(log_share)
-            # The statistics in the order of `TokenBuffers`, from entropy, the fourth, on.
+            # The statistics are in the order of `TokenBuffers`. Entropy is the fourth.
             inner = tl.load(at + 3 * C, mask=here, other=0.0)
             entropy += tl.where(share > 0.0, share * (inner - log_share), 0.0)
-            # Of a shard without the target, its largest logit. The first of equal logits wins.
+            # In a shard without the target, this is the largest logit. Among equal logits, the first one is
+            # the arg-max.
             hit = tl.load(at + 4 * C, mask=here, other=0.0)
             above = tl.where(r < owner, hit >= z_y - slack, hit > z_y + slack)
             beaten = beaten | tl.where(logp_r > -float("inf"), hit <= 0.0, above)
             if SUM:
                 total += tl.load(at + 5 * C, mask=here, other=0.0)
             if SQUARES:
-                # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
+                # If all p of a shard are 0, the logarithm is -inf and does not contribute to the sum.
                 square = 2.0 * log_share + tl.load(at + 6 * C, mask=here, other=-float("inf"))
                 higher = tl.maximum(most, square)
                 above_most = tl.where(most > -float("inf"), tl.exp(most - higher), 0.0)

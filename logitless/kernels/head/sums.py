@@ -1,4 +1,4 @@
-"""Sums of vectors of one length in one launch, for a loss and its metrics."""
+"""Sums of several vectors of the same length in one launch, for a loss and its metrics."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from logitless.kernels import uses_triton
 
 
 def sums(vectors: Sequence[Tensor]) -> Tensor:
-    """(m,) sums of m vectors (n,) of one dtype, in that dtype; deterministic.
+    """Return the sums (m,) of m vectors (n,) of one dtype, in this dtype. Deterministic.
 
-    Not for tensors inside a compiled function or under `torch.func`, which no kernel can read.
+    Cannot be used inside a compiled function or under `torch.func`, whose tensors a kernel cannot read.
     """
     if all(_kernel_takes(x) for x in vectors):
         from logitless.kernels.head import sums_triton

@@ -1,4 +1,4 @@
-"""Triton kernel of `sums.py`: one program a vector."""
+"""Triton kernel of `sums.py`, with one program per vector."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 BLOCK, WARPS = 2048, 8
-# Vectors of a launch.
+# Maximum number of vectors per launch.
 MOST = 8
 
 

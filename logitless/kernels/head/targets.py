@@ -1,7 +1,8 @@
-"""Operators on targets and mask: which and how many tokens are supervised, which targets are invalid, and
-which are columns of a shard.
+"""Operators on targets and masks: mark and count supervised tokens and invalid targets, and convert targets
+to columns of a shard.
 
-Each operator is one launch: all of them run before the first product, while the GPU waits for the host.
+Each operator is one launch, because all of them run before the first product, while the GPU waits for the
+host.
 """
 
 import torch
@@ -11,7 +12,7 @@ from logitless.kernels import uses_triton
 
 
 def runs_kernels(targets: Tensor) -> bool:
-    """Whether the functions here launch kernels for these targets."""
+    """Whether the functions in this file launch kernels for these targets."""
     return targets.numel() > 0 and uses_triton(targets.device, torch.float32)
 
 
@@ -21,7 +22,7 @@ def marked(
     ignore_index: int,
     others: Tensor | None = None,  # (m, N) bool
 ) -> Tensor:
-    """(2 + m, N) bool: supervised; supervised and outside [0, V); then `others`, masked by supervised."""
+    """(2 + m, N) bool: supervised tokens; those with targets outside [0, V); `others` if supervised."""
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
@@ -32,9 +33,10 @@ def marked(
 
 
 def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:
-    """The int64 targets, with `ignore_index` where the mask (of the same shape) is 0.
+    """Return int64 targets, with `ignore_index` where the mask is 0 (False).
 
-    The mask is bool, or integer: then an entry that is neither 0 nor 1 makes its target `wrong`.
+    The mask has the same shape as the targets, and is bool or integer. If an integer is neither 0 nor 1, the
+    target is `wrong`.
     """
     if mask.dtype == torch.bool:
         return torch.where(mask, targets, ignore_index)
@@ -78,7 +80,9 @@ def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
     """Reduce (..., k) int64 ids, with `ignore_index` in empty slots, to one id per position (...).
 
-    The result is an invalid id if there is one, else the largest; `ignore_index` if every slot is empty."""
+    The result is an invalid id if the position has one, else its largest id; `ignore_index` if all slots are
+    empty.
+    """
     if runs_kernels(ids) and not torch.compiler.is_compiling():
         from logitless.kernels.head import targets_triton
 
@@ -89,8 +93,10 @@ def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
 
 
 def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ignored: int) -> Tensor:
-    """(n,) int64 targets as columns of the ids start:start + width: `width` for those of another shard, and
-    `ignored` for `ignore_index`."""
+    """Convert targets (n,) to int64 columns of a shard with the ids start:start + width.
+
+    The column of a target in another shard is `width`, and that of `ignore_index` is `ignored`.
+    """
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
@@ -108,8 +114,9 @@ def clamped(
 ) -> tuple[Tensor, Tensor]:
     """Clamp the targets (N,) to [0, V), and count violations of the assumptions of an early projection.
 
-    The counts, integers (parts,), are all 0 if every target is an id in [0, V) and not `ignore_index`, and
-    the normalizer is not 0."""
+    The counts, integers (parts,), are all 0 if every target is in [0, V) and not `ignore_index`, and
+    `num_items` is not 0.
+    """
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 

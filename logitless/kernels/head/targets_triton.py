@@ -9,7 +9,7 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import dense
 
 BLOCK, COUNTED, WARPS = 1024, 4096, 4
-# Positions of a program, and slots of each in one turn.
+# Positions per program, and slots of a position that are loaded at a time.
 POSITIONS, SLOTS = 16, 64
 
 
@@ -80,7 +80,7 @@ def count_kernel(
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([COUNTED], tl.int32)
     if PACKED:
-        # The program after those of the rows counts wrong boundaries.
+        # The program after the programs of the rows counts invalid boundaries.
         if row == rows:
             for start in range(0, bounds, COUNTED):
                 at = start + tl.arange(0, COUNTED)

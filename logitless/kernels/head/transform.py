@@ -1,10 +1,10 @@
-"""The head transform: from the product `hidden @ weight.T` to the logits of a loss.
+"""The head transform from the product x = hidden @ weight.T to the logits z of a loss.
 
     z = softcap * tanh(logit_scale * (x + bias) / softcap) / temperature        (with a softcap)
     z = logit_scale * (x + bias) / temperature                                  (without)
 
-`LogitTransform` holds the three numbers; `LogitTransform.logits` is the PyTorch form, the Triton form is in
-`cross_entropy_triton.py`.
+`LogitTransform` contains the three numbers. `LogitTransform.logits` is the PyTorch implementation. The Triton
+implementation is `head_logits` in `cross_entropy_triton.py`.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,10 @@ class LogitTransform(NamedTuple):
     temperature: float = 1.0
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-        """Logits and their derivative d z / d x, both in promote(x.dtype, fp32), for a block of raw products
-        `x`.
+        """Return the logits of a block of products x and their derivative d z / d x, in promote(x.dtype,
+        fp32).
 
-        A wider bias is rounded to that dtype, as in the Triton kernels.
+        A bias in a wider dtype is rounded to this dtype, as in the Triton kernels.
         """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if bias is not None:
@@ -34,7 +34,7 @@ class LogitTransform(NamedTuple):
         return squashed * (self.softcap / self.temperature), (1 - squashed * squashed) * gain
 
     def derivative_at(self, z: Tensor) -> Tensor | float:
-        """d z / d x, computed from the logit `z`, for use after the chunk's products are overwritten."""
+        """Return d z / d x, given the logit `z`: the products of the chunk may already be overwritten."""
         gain = self.logit_scale / self.temperature
         if self.softcap is None:
             return gain

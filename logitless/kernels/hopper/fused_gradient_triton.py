@@ -1,5 +1,5 @@
-"""The product with the head whose epilogue turns the logits into their gradient, to recompute rows whose
-statistics are known. See `fused_projection_triton.py`."""
+"""A product with the head whose epilogue computes the gradient of the logits, for rows whose statistics were
+computed in an earlier pass. See `fused_projection_triton.py`."""
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def gradient_half(
     p = correction[:, None] * tl.exp(log_p)
     g = a[:, None] * p
     if EXTRA:
-        # p = 0 contributes nothing, though its log is -inf.
+        # Terms with p = 0 are 0, although log p is -inf.
         g -= g_entropy[:, None] * tl.where(p > 0.0, p * (log_p + offset[:, None]), 0.0)
     g = tl.where(cols == y[:, None], g_y[:, None], g)
     if EXTRA:
@@ -87,7 +87,7 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """`cross_entropy_triton.logits_gradient_kernel`, applied to the accumulators."""
+    """`cross_entropy_triton.logits_gradient_kernel` on the accumulators of the product."""
     row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         row, column = place_of_tile(tile, row_tiles, col_tiles, GROUP)

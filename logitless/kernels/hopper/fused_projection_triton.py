@@ -1,15 +1,15 @@
-"""The product with the head whose epilogue computes the statistics, so that no pass over the logits remains.
+"""A product with the head whose epilogue computes the statistics, so that no pass over the logits is needed.
 
-`fused_projection.py` describes the results. A tile of logits stays in the fp32 accumulators: logits are never
-rounded, and at most their exponentials are stored. The epilogue stores a few partial sums per row and tile,
-5 to 12 KB per token, which `row_partials_triton.py` merges to the statistics of the row.
+`fused_projection.py` documents the results. The logits of a tile remain in the fp32 accumulators: they are
+never rounded, and at most their exponentials are stored. The epilogue stores a few partial sums per row and
+tile, 5 to 12 KB per token, which `row_partials_triton.py` merges to the statistics of the row.
 
-Exponentials are powers of two relative to a shift computed before the product, log2(e) times the target's
-logit rounded to an integer: the sum of a row is then about 1 or more. A row whose sum exceeds 2^DRIFT is
-recomputed relative to its largest logit, which is among the partials. A row whose target equals another logit
-of its tile is recomputed to find which of them comes first. The two launches of the recomputation are
-unconditional, so that the host need not wait; they return at once if no row is flagged, and skip tiles
-without such a row. The target is excluded from every sum, as in `cross_entropy_triton.py`.
+Exponentials are powers of two relative to a shift, which is computed before the product: log2(e) times the
+target's logit, rounded to an integer. The sum of a row is then about 1 or more. A row whose sum exceeds
+2^DRIFT is recomputed relative to its largest logit, which is one of the partial results. A row whose target
+equals another logit of its tile is recomputed to determine which of them comes first. The two launches of the
+recomputation are unconditional, so that the host does not wait. They return at once if no row is flagged, and
+skip tiles without flagged rows. All sums exclude the target, as in `cross_entropy_triton.py`.
 """
 
 import torch
@@ -40,7 +40,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_written, dense
 
-ROWS, TILES = 4, 128  # per program and turn of `finish_kernel`
+ROWS, TILES = 4, 128  # rows per program of `finish_kernel`, and tiles that it loads at a time
 BLOCK_H = 1024
 PARTIALS = 5  # partial sums per row and tile, at most
 
@@ -59,10 +59,12 @@ def read_half(
     WRITE: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
-    """Partial sums over the BN columns from n0, without the target.
+    """Return partial sums over the BN columns from n0 on, without the target.
 
-    With d = log2(e) z - shift and e = 2^d: sum of e, largest d, sum of e d, sum of d (with the target), sum
-    of e^2; with AGAIN also whether a column before the target equals it. With WRITE, e is stored."""
+    With d = log2(e) z - shift and e = 2^d: the sum of e, the largest d, the sum of e d, the sum of d (with
+    the target), the sum of e^2; with AGAIN also whether a column before the target equals the target. With
+    WRITE, e is stored.
+    """
     grad, bias_ptr, shift, target_logit, y, m0, V, gain, squash, cap = operands
     cols = (n0 + tl.arange(0, BN))[None, :]
     d, slope = above_shift(
@@ -80,7 +82,7 @@ def read_half(
         d = tl.where(cols < V, d, NEVER)
     top = tl.max(d, 1)
     if EXTRA and HAS_BIAS:
-        # A bias may be -inf, to rule an id out.
+        # A bias may be -inf, to exclude an id.
         d = tl.maximum(d, NEVER, propagate_nan=tl.PropagateNan.ALL)
     e = exp2(d)
     if EXTRA:
@@ -88,7 +90,7 @@ def read_half(
     if SQUARES:
         sum_sq = tl.sum(e * e, 1)
     if WRITE:
-        # Without a softcap the slope is constant, and part of the row factor.
+        # Without a softcap, the slope is constant, and is included in the row factor.
         grad.store([m0, n0], (e * slope if HAS_SOFTCAP else e).to(grad.dtype))
     return tl.sum(e, 1), top, sum_d, logit_sum, sum_sq, tied
 
@@ -136,8 +138,9 @@ def read_kernel(
 ):
     """Store the partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
 
-    With AGAIN, only for tiles with a row that `finish_kernel` flagged; their other rows get the same values
-    as before. The epilogue has no data-dependent branch, which would cost more than the masks do.
+    With AGAIN, only tiles with a row that `finish_kernel` flagged are recomputed; their other rows get the
+    same values as before. The epilogue has no data-dependent branches, because they would take more time than
+    masks.
     """
     row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
     tiles = row_tiles * col_tiles

@@ -1,5 +1,7 @@
-"""Tiles of a product with the head, for kernels with an epilogue: operands are tensor descriptors, and each
-multiprocessor runs one persistent program."""
+"""Tiles of a product with the head, for kernels with an epilogue.
+
+Operands are tensor descriptors, and each multiprocessor runs one persistent program.
+"""
 
 import functools
 
@@ -9,18 +11,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# The fastest of a dozen on an H200 for heads with H from 1,024 to 4,096. Among the others: tiles of 128 x 128
-# with two programs on a multiprocessor, so that one's epilogue runs beside the other's products.
+# The fastest of a dozen configurations on an H200, for heads with H from 1,024 to 4,096. One of the others:
+# tiles of 128 x 128 with two programs per multiprocessor, so that the epilogue of one program overlaps the
+# products of the other.
 BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = 128, 256, 64, 8, 3
-# Bytes of x per group of row tiles, which stay in the L2 cache while the group is multiplied by all of the
-# head. The rest of an H200's 60 MB is for the head and the gradient.
+# Bytes of x per group of row tiles. They remain in the L2 cache while the group is multiplied by the whole
+# head. The rest of an H200's L2 cache of 60 MB is for the head and the gradient.
 GROUP_BYTES = 2**24
 
 
 @triton.jit
 def place_of_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile, in tiles. Row tiles run fastest, in groups of GROUP: a group is multiplied by
-    every column tile before the next group begins, so that its rows of x stay in L2."""
+    """Return the (row, column) of a tile, in units of tiles.
+
+    The row index varies fastest, within groups of GROUP row tiles. A group is multiplied by all column tiles
+    before the next group begins, so that its rows of x remain in the L2 cache.
+    """
     first = tile // (GROUP * col_tiles) * GROUP
     rows = tl.minimum(row_tiles - first, GROUP)
     inside = tile - first * col_tiles
@@ -29,8 +35,10 @@ def place_of_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """The left and the right half of a tile (BM, BN) of the product, in fp32. The epilogue handles them one
-    after the other, because the registers do not hold a whole tile twice."""
+    """Return the left and the right half of a tile (BM, BN) of the product, in fp32.
+
+    The epilogue processes them sequentially, because the registers cannot hold two copies of a whole tile.
+    """
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(tl.cdiv(H, BK)):
         acc = tl.dot(x.load([m0, step * BK]), w.load([n0, step * BK]).T, acc)
@@ -38,7 +46,7 @@ def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: t
 
 
 def programs_of(x: Tensor) -> int:
-    """Programs of a launch: one per multiprocessor."""
+    """Number of programs of a launch: one per multiprocessor."""
     return _multiprocessors(x.device)
 
 
@@ -50,15 +58,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, copied unless its rows start at multiples of 16 bytes, which copies of tiles require."""
+    """Return `x`, copied unless its rows start at multiples of 16 bytes, as tensor descriptors require."""
     fits = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def described(features: Tensor, weight: Tensor, gradient: Tensor | None) -> list[TensorDescriptor]:
-    """Tensor descriptors of features, weight and gradient, made on the host so that no kernel allocates."""
+    """Create tensor descriptors of the operands on the host, so that kernels do not allocate."""
     pairs = [(features, [BLOCK_M, BLOCK_K]), (weight, [BLOCK_N, BLOCK_K])]
-    # A placeholder where nothing is stored.
+    # If no gradient is stored, the weight is a placeholder.
     pairs.append((weight if gradient is None else gradient, [BLOCK_M, BLOCK_N // 2]))
     return [TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in pairs]
 

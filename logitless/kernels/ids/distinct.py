@@ -1,10 +1,10 @@
 """The distinct kept ids of each row, the kind of each row, and the slots of the rows of a kind.
 
-    distinct_ids    sort the ids of all rows, mark the first of equal ids, count them, and check the sets
-    slots_of        the slots of the rows of one kind
+    distinct_ids    sort the ids of all rows, mark the first of equal ids, count distinct ids, and check the
+    sets slots_of        return the slots of the rows of one kind
 
-Everything here runs between the arguments of a call and its first product, while the GPU waits for the host.
-The Triton kernels are in `distinct_triton.py`.
+These operators run before the first product of a call, while the GPU waits for the host. The Triton kernels
+are in `distinct_triton.py`.
 """
 
 from typing import NamedTuple
@@ -15,25 +15,25 @@ from torch import Tensor
 from logitless.kernels import uses_triton
 from logitless.kernels.ids.sets import Slots
 
-# The kinds of rows: without a set, with a set whose logits are picked from a chunk of logits, with a set
-# whose logits are computed from gathered rows of the head, and with a set of one id, whose logit is not
-# needed.
+# The kinds of rows. PLAIN: no set. PICKED: the logits of the set are picked from a chunk of logits. GATHERED:
+# the logits of the set are computed from gathered rows of the head. CERTAIN: a set of one id, whose logit is
+# not needed.
 PLAIN, PICKED, GATHERED, CERTAIN = range(4)
 
 
 class Distinct(NamedTuple):
-    """The distinct ids of all rows, before the host knows how many there are."""
+    """The distinct ids of all rows on the device, before the host knows their number."""
 
-    keys: Tensor  # (S,) int64 sorted: row * V + id; N * V for slots that do not count
-    ordinals: Tensor  # (S,) int64: the number of distinct keys up to this one, itself included
-    counts: Tensor  # (N,) int64 distinct ids of each row
-    begins: Tensor  # (N,) int64 distinct ids of the rows before
-    own: Tensor  # (N,) int64: the place of the target among the distinct ids of all rows
-    kinds: Tensor  # (N,) int64
-    places: Tensor  # (4, N) int64 up to each row: picked rows, gathered rows, picked slots, gathered slots
-    missing: Tensor  # (N,) bool: rows with a set that lacks the row's target; False with broken offsets
-    broken: Tensor  # () int64: faults of the offsets
-    outside: Tensor  # () int64: ids of supervised rows outside the vocabulary
+    keys: Tensor  # (S,) int64, sorted: row * V + id; N * V for slots that do not count
+    ordinals: Tensor  # (S,) int64: number of distinct keys up to and including this one
+    counts: Tensor  # (N,) int64: number of distinct ids of each row
+    begins: Tensor  # (N,) int64: number of distinct ids of all previous rows
+    own: Tensor  # (N,) int64: index of the row's target in the distinct ids of all rows
+    kinds: Tensor  # (N,) int64: the kind of each row
+    places: Tensor  # (4, N) int64, cumulative: picked rows, gathered rows, picked slots, gathered slots
+    missing: Tensor  # (N,) bool: rows whose set does not contain the target; False if offsets are invalid
+    broken: Tensor  # () int64: number of invalid offsets
+    outside: Tensor  # () int64: number of ids of supervised rows outside the vocabulary
     numbers: (
         Tensor  # (6,) int64: rows picked, gathered and certain; slots picked and gathered; sets of one id
     )
@@ -41,18 +41,18 @@ class Distinct(NamedTuple):
 
 def distinct_ids(
     ids: Tensor,  # (S,) integers
-    starts: Tensor,  # (N,) int64, not falling: the ids of row n are ids[starts[n]:starts[n] + lengths[n]]
+    starts: Tensor,  # (N,) int64, non-decreasing: the ids of row n are ids[starts[n]:starts[n] + lengths[n]]
     lengths: Tensor,  # (N,) int64
-    offsets: Tensor,  # (M + 1,) integers, checked: they must rise from 0 to at most S
+    offsets: Tensor,  # (M + 1,) integers. Checked to be non-decreasing, from 0 to at most S
     targets: Tensor,  # (N,) int64
-    ignore_index: int,  # target of rows whose sets are left out
+    ignore_index: int,  # target of rows whose sets are ignored
     V: int,
     *,
     add_targets: bool,  # whether a missing target becomes a slot
     most_gathered: int,  # rows with more distinct ids are picked
     certain: bool,  # whether a row with one id is of the kind `CERTAIN`
 ) -> Distinct:
-    """Find the distinct ids and the kind of each row. No host sync."""
+    """Find the distinct ids and the kind of each row, without a host sync."""
     if targets.shape[0] and uses_triton(targets.device, torch.float32):
         from logitless.kernels.ids import distinct_triton
 
@@ -122,7 +122,7 @@ def distinct_ids(
 
 
 def _counted(S: int, starts: Tensor, lengths: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor]:
-    """((S,) bool: whether a slot belongs to the set of a supervised row; (S,) the row of the slot)."""
+    """Return, for each slot (S,), whether it belongs to the set of a supervised row, and its row."""
     N = supervised.shape[0]
     place = torch.arange(S, device=starts.device)
     row = (torch.searchsorted(starts, place, right=True) - 1).clamp(0, max(0, N - 1))
@@ -132,19 +132,20 @@ def _counted(S: int, starts: Tensor, lengths: Tensor, supervised: Tensor) -> tup
 
 
 def outside_ids(ids: Tensor, starts: Tensor, lengths: Tensor, supervised: Tensor, V: int) -> Tensor:
-    """(S,) bool: ids of supervised rows outside the vocabulary."""
+    """(S,) bool: whether the slot belongs to a supervised row and its id is outside the vocabulary."""
     counted, _ = _counted(ids.shape[0], starts, lengths, supervised)
     return counted & ((ids < 0) | (ids >= V))
 
 
 def slots_of(distinct: Distinct, kind: int | None, count: int, size: int, V: int) -> Slots:
-    """The slots of the rows of a kind, PICKED or GATHERED, in their order.
+    """Return the slots of all rows of a kind, PICKED or GATHERED, in row order.
 
     Args:
         distinct: the distinct ids of all rows.
-        kind: the kind; None: all rows, also those without slots.
-        count: the number of these rows.
-        size: the number of their slots, or more: then the last slots have the id -1 and the row `count`.
+        kind: the kind; None: all rows, including rows without slots.
+        count: number of rows of this kind.
+        size: at least the number of their slots. Additional slots at the end have the id -1 and the row
+            `count`.
         V: size of the vocabulary.
     """
     device = distinct.counts.device

@@ -1,11 +1,11 @@
-"""Triton kernels of `distinct.py`: one lane per slot or row, so that a call takes few launches.
+"""Triton kernels of `distinct.py`, with one lane per slot or row, so that a call takes few launches.
 
-    keys_kernel     ids -> keys to sort; checks ids and offsets
-    first_kernel    sorted keys -> whether a key is the first of its equals
-    rows_kernel     sorted keys -> per row: distinct ids, place of the target, kind
+    keys_kernel     ids -> keys to sort; also checks ids and offsets
+    first_kernel    sorted keys -> whether each key is the first of equal keys
+    rows_kernel     sorted keys -> per row: number of distinct ids, index of the target, kind
     slots_kernel    sorted keys -> the slots of the rows of a kind
 
-Counts are sums of integers, so atomic additions give the same results in any order.
+Counts are sums of integers, so that atomic additions give the same results in any order.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 BLOCK, WARPS = 256, 4
-# Steps of a binary search: enough for 2^32 entries.
+# Number of steps of a binary search; sufficient for 2^32 entries.
 STEPS = tl.constexpr(32)
 SIZES = ["S", "N", "M", "total", "size"]
 OF_CALLS = OF_CHUNKS | {"do_not_specialize": [*OF_CHUNKS["do_not_specialize"], *SIZES]}
@@ -56,7 +56,7 @@ def keys_kernel(
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     none = N.to(tl.int64) * V
-    # Slot i: its row is the last one that starts at i or before.
+    # For slot i: its row is the last row that starts at or before i.
     is_slot = i < S
     row = lower_bound(starts_ptr, N, tl.where(is_slot, i, 0) + 1) - 1
     has_row = is_slot & (row >= 0)
@@ -74,7 +74,7 @@ def keys_kernel(
         length = tl.load(lengths_ptr + i, mask=is_row, other=0)
         has_set = (target != ignore_index) & (length > 0) & (target >= 0) & (target < V)
         tl.store(keys_ptr + S + i, tl.where(has_set, i * V + target, none), mask=is_row)
-    # Offset i: the offsets must rise from 0 to at most S.
+    # For offset i: the offsets must be non-decreasing, from 0 to at most S.
     is_offset = i <= M
     offset = tl.load(offsets_ptr + i, mask=is_offset, other=0).to(tl.int64)
     following = tl.load(offsets_ptr + i + 1, mask=i < M, other=0).to(tl.int64)
@@ -182,7 +182,7 @@ def slots_kernel(
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Slot i of the sorted ones goes to its place among those of the chosen rows.
+    # Sorted slot i is stored at its index in the slots of the chosen rows.
     here = i < total
     key = tl.load(keys_ptr + i, mask=here, other=0)
     below = tl.load(ordinals_ptr + i - 1, mask=here & (i > 0), other=0)
@@ -200,7 +200,7 @@ def slots_kernel(
     first = first & (to < size)
     tl.store(slot_ids_ptr + to, (key - row * V).to(tl.int32), mask=first)
     tl.store(rows_ptr + to, place.to(tl.int32), mask=first)
-    # Row i: where its slots end, and the slot of its target.
+    # For row i: the end of its slots, and the slot of its target.
     is_row = i < N
     begin = tl.load(begins_ptr + i, mask=is_row, other=0)
     length = tl.load(counts_ptr + i, mask=is_row, other=0)
@@ -217,7 +217,7 @@ def slots_kernel(
     tl.store(bounds_ptr + place + 1, end, mask=is_row)
     tl.store(bounds_ptr + place, 0, mask=is_row & (place == 0))
     tl.store(own_ptr + place, own, mask=is_row)
-    # Room for more slots than there are.
+    # Fill the additional slots.
     used = tl.load(ends_ptr + N - 1)
     if EVERY:
         used = tl.load(ordinals_ptr + total - 1)

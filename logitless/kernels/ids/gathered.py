@@ -1,14 +1,14 @@
 """Products with k rows of the head per token, without a tensor `(N, k, H)` of these rows.
 
-    wrong_slots       which tokens have an invalid id or log-probability
-    first_slots       the row of the head of each slot, with duplicates removed
+    wrong_slots       mark tokens with an invalid id or log-probability
+    first_slots       the row of the head for each slot, without duplicates
     gathered_logits   z[n, j] = hidden[n] . weight[ids[n, j]]
     weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]] (+ factor[n] base[n])
     add_rows          d_weight[v] += sum over the slots (n, j) with the id v of g[n, j] hidden[n]
 
-A negative id is an empty slot. Everything is summed in promote(dtype, fp32), in the same order in every run:
-`add_rows` sorts the slots by id, and one program writes each row of the head. The Triton kernels
-(`gathered_triton.py`) read k rows of the head per token; the twins handle one slot of all tokens at a time.
+A negative id is an empty slot. All sums are computed in promote(dtype, fp32), and in the same order in every
+run: `add_rows` sorts the slots by id, and one program writes each row of the head. The Triton kernels
+(`gathered_triton.py`) read k rows of the head per token. The twins process one slot of all tokens at a time.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 
-# Tolerance for log-probabilities above 0, which a server may have rounded.
+# Tolerance for log-probabilities above 0: a server may have rounded them.
 ROUNDING = 1e-3
 
 
@@ -45,13 +45,13 @@ def first_slots(
     values: Tensor,  # (n, k), -inf in empty slots
     start: int,
     width: int,
-    dtype: torch.dtype,  # of the values that come back
+    dtype: torch.dtype,  # dtype of the returned values
 ) -> tuple[Tensor, Tensor]:
     """Remove duplicate ids: an id keeps its first slot, and its other slots become empty.
 
     Returns:
-        (n, k) int32 rows of a head with the ids start:start + width, negative for ids that it does not have
-        and for empty slots; (n, k) values, -inf in empty slots.
+        (n, k) int32 rows of a head that has the ids start:start + width, negative for other ids and for empty
+        slots; (n, k) values, -inf in empty slots.
     """
     if dtype == torch.float32 and uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels.ids import gathered_triton
@@ -72,7 +72,7 @@ def gathered_logits(
     ids: Tensor,  # (n, k) int32 or int64
     out: Tensor,  # (n, k), written
 ) -> Tensor:
-    """Write to `out` the product of each slot's row of the head with the hidden state; 0 in empty slots."""
+    """Write the product of each slot's row of the head and the hidden state to `out`; 0 in empty slots."""
     if _runs(weight, ids, hidden):
         from logitless.kernels.ids import gathered_triton
 
@@ -93,9 +93,11 @@ def weighted_rows(
     base: Tensor | None = None,  # (n, H)
     factor: Tensor | None = None,  # (n,) of the base
 ) -> Tensor:
-    """(n, H) sum over k of coefficients * weight[ids], plus factor * base if given.
+    """Return the sum (n, H) over the slots of coefficients * weight[ids], plus factor * base unless `base` is
+    None.
 
-    The result is `out`, or a new tensor in the dtype of the coefficients."""
+    The result is `out`, or a new tensor in the dtype of the coefficients if `out` is None.
+    """
     if out is None:
         out = coefficients.new_empty(ids.shape[0], weight.shape[1])
     if _runs(weight, ids):
@@ -120,7 +122,7 @@ def add_rows(
     *,
     first: bool,  # whether `total` is uninitialized
 ) -> None:
-    """Add coefficient * hidden of every slot to the row of its id in `total`."""
+    """For every slot, add coefficient * hidden to the row of its id in `total`."""
     if _runs(hidden, ids, total) and total.dtype != torch.float64:
         from logitless.kernels.ids import gathered_triton
 

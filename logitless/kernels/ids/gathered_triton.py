@@ -1,9 +1,9 @@
-"""Triton kernels of `gathered.py`, all bound by reading a row of H numbers for each of the N k slots.
+"""Triton kernels of `gathered.py`. All are bound by reading a row of H numbers for each of the N k slots.
 
-`add_rows` sorts the slots by id. The programs of a row of the head read the slots of its id, a few at a time,
-so each row is written once, by its own programs. The sorted slots are also divided into pieces of equal
-length. A piece in which all slots have the same id (an id of many tokens has several such pieces) is summed
-by separate programs, and the programs of the row add these sums.
+`add_rows` sorts the slots by id. The programs for a row of the head read the slots of its id, a few at a
+time, so that each row is written once. In addition, the sorted slots are divided into pieces of equal length.
+If all slots of a piece have the same id (an id that many tokens have fills several pieces), separate programs
+sum the piece, and the programs for the row add these sums.
 """
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Slots of a turn and numbers of each, where the rows that are read lie anywhere and where most ids have but a
-# few slots. On an H200, 8,192 tokens with 64 ids each, H 4,096, which is 4.3 GB: logits 1.1 ms, sums of rows
-# 0.9, and the rows' gradients 1.1.
+# Number of slots that are processed at a time, and numbers of each slot's row: for reading rows at arbitrary
+# positions, and (RUN_) for ids with few slots. On an H200 with 8,192 tokens, 64 ids per token and H 4,096
+# (4.3 GB), the logits take 1.1 ms, the sums of rows 0.9 ms, and the gradients of the rows 1.1 ms.
 SLOTS, BLOCK, RUN_SLOTS, RUN_BLOCK, WARPS = 8, 1024, 2, 2048, 4
-# Slots that are compared with as many others at a time.
+# Number of slots that are compared with as many other slots at a time.
 COMPARED = 64
 
 
@@ -148,8 +148,10 @@ def slots_sum(
     RAGGED: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """`total` plus the sum of coefficient * hidden over the sorted slots start:stop. The token of a slot is
-    slot // k, or with RAGGED an entry of `tokens`."""
+    """Return `total` plus the sum of coefficient * hidden over the sorted slots start:stop.
+
+    The token of a slot is slot // k; with RAGGED, it is an entry of `tokens`.
+    """
     for begin in range(start, stop, SLOTS):
         place = begin + tl.arange(0, SLOTS)
         here = place < stop
@@ -182,7 +184,10 @@ def piece_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum each piece whose slots have one id. `ids` (N k,) sorted; `pieces` (N k // length, H) fp32."""
+    """Sum each piece whose slots all have the same id.
+
+    `ids` (N k,) are sorted; `pieces` is (N k // length, H) fp32.
+    """
     piece = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start = piece * length
@@ -228,13 +233,16 @@ def run_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the slots of one id. `order` (N k,): slots sorted by id; `starts` (V + 1,): each id's first."""
+    """Sum the slots of one id.
+
+    `order` (N k,): the slots sorted by id; `starts` (V + 1,): first slot of each id.
+    """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
     start = tl.load(starts_ptr + token)
     stop = tl.load(starts_ptr + token + 1)
-    # The id's slots before and after the pieces that it fills.
+    # Sum the id's slots before and after the pieces that it fills.
     first = tl.cdiv(start, length)
     last = stop // length
     before = tl.where(first < last, first * length, stop)
@@ -419,5 +427,8 @@ def add_rows(
 
 
 def piece_length(k: int) -> int:
-    """Sorted slots per piece: the sums of all pieces take at most N H bytes, half as much as hidden."""
+    """Number of sorted slots per piece.
+
+    The sums of all pieces take at most N H bytes, half as much as hidden.
+    """
     return max(64, 4 * k)

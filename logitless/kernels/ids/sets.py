@@ -1,20 +1,20 @@
-"""The kept ids of each token, ragged: statistics and gradients of a softmax over these ids alone.
+"""Statistics and gradients of a softmax over the kept ids of each token (a sampling mask).
 
     slot_products      x[s] = hidden[row of s] . weight[id of s]
     picked_logits      z[s] = the logit of slot s, from a chunk of logits
-    set_statistics     logits of the slots -> log p(target), log-sum-exp, entropy and arg-max hit of each row
+    set_statistics     logits of the slots -> log p(target), log-sum-exp, entropy and top-1 flag of each row
     set_gradient       gradients of the statistics -> d loss / d product of each slot
-    scatter_gradient   the same, stored in the columns of a chunk's gradient
+    scatter_gradient   set_gradient, with the result stored in the columns of a chunk's gradient
     slot_rows          d_hidden[n] = sum over the slots of row n of g[s] weight[id of s]
     add_slot_rows      d_weight[v] += sum over the slots with the id v of g[s] hidden[row of s]
 
-A slot is a place of one id; the slots of row n are `bounds[n]:bounds[n + 1]` (`distinct.slots_of`). With
-z_y the target's logit and d = z - z_y:
+The number of ids differs between rows. A slot holds one id of a row, and the slots of row n are
+`bounds[n]:bounds[n + 1]` (`distinct.slots_of`). With the target's logit z_y and d = z - z_y:
 
     m = max(0, max d)     R = sum over s != y of exp(d_s - m)     log p(y) = -log(exp(-m) + R) - m
 
-so log p(y) and 1 - p(y) of a nearly certain token keep their digits. No sum is atomic, and the sums of a row
-depend on its own slots alone. The Triton kernels are in `sets_triton.py`.
+so that log p(y) and 1 - p(y) of a nearly certain token are accurate. No sum is atomic, and the sums of a row
+depend only on its slots. The Triton kernels are in `sets_triton.py`.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.transform import LogitTransform
 
-# Bytes of the rows of the head that a twin copies at a time.
+# Bytes of rows of the head that a twin copies at a time.
 TWIN_BYTES = 4 * 2**20
 
 
@@ -36,12 +36,12 @@ class Slots(NamedTuple):
     ids: (
         Tensor  # (S,) int32 ids of the vocabulary, or rows of this rank's head, negative for other ranks' ids
     )
-    rows: Tensor  # (S,) int32 the row of each slot; n in slots that no row has
+    rows: Tensor  # (S,) int32 the row of each slot; n for unused slots
     bounds: Tensor  # (n + 1,) int64: the slots of row i are bounds[i]:bounds[i + 1]
-    own: Tensor  # (n,) int64 slot of the row's target; any slot in rows without slots
+    own: Tensor  # (n,) int64 slot of the row's target; arbitrary for rows without slots
 
     def of_rows(self, start: int, stop: int) -> "Slots":
-        """The slots of rows start:stop. `ids` and `rows` stay those of all rows."""
+        """Return the slots of rows start:stop. `ids` and `rows` are still those of all rows."""
         return self._replace(bounds=self.bounds[start : stop + 1], own=self.own[start:stop])
 
 
@@ -52,13 +52,13 @@ def _runs(x: Tensor, *others: Tensor) -> bool:
 
 
 def _pieces(slots: Slots, H: int, size: int):
-    """Slices of the slots, so that a twin's copies of rows stay small."""
+    """Yield slices of the slots, so that a twin copies few rows at a time."""
     step = max(1, TWIN_BYTES // (8 * H))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def slot_products(hidden: Tensor, weight: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
-    """(S,) product of each slot's row of the head with its row's hidden state; 0 for negative ids."""
+    """(S,) products of each slot's row of the head and the hidden state of its row; 0 for negative ids."""
     size = slots.ids.shape[0]
     out = torch.zeros(size, dtype=dtype, device=hidden.device)
     if size and _runs(weight, hidden) and dtype == torch.float32:
@@ -76,7 +76,7 @@ def slot_products(hidden: Tensor, weight: Tensor, slots: Slots, dtype: torch.dty
 def picked_logits(
     logits: Tensor,  # (C, V)
     slots: Slots,  # of the chunk's rows
-    z: Tensor,  # (S,), written in these slots
+    z: Tensor,  # (S,); the entries of these slots are written
     *,
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
@@ -95,14 +95,14 @@ def picked_logits(
 
 
 def _of_chunk(slots: Slots) -> tuple[slice, Tensor]:
-    """(the slots of these rows; the row of each of these slots, counted from the first)."""
+    """Return (the slots of these rows; the row of each of these slots, relative to the first row)."""
     first, last = slots.bounds[[0, -1]].tolist()
     lengths = slots.bounds.diff()
     return slice(first, last), torch.repeat_interleave(lengths, output_size=last - first)
 
 
 def set_statistics(z: Tensor, slots: Slots, out: TokenBuffers) -> None:
-    """Write the statistics of the rows that have slots to `out`; the others are left as they are."""
+    """Write the statistics of rows that have slots to `out`. The entries of other rows are unchanged."""
     if not slots.own.shape[0] or not z.shape[0]:
         return
     if uses_triton(z.device, z.dtype):
@@ -127,7 +127,7 @@ def set_statistics(z: Tensor, slots: Slots, out: TokenBuffers) -> None:
         log_p = d + logps[rows]
         p = log_p.exp()
         stats["entropy"] = -_summed(torch.where(p > 0, p * log_p, p), rows, n)
-        # Of equal logits the lowest id counts: the ids of a row are in rising order.
+        # Among equal logits, the lowest id is the arg-max. The ids of a row are in ascending order.
         before = torch.arange(part.start, part.stop, device=z.device) < slots.own[rows]
         beaten = _summed(((d > 0) | (before & (d == 0))).to(z.dtype), rows, n)
         stats["is_top1"] = (beaten == 0).to(z.dtype)
@@ -136,7 +136,7 @@ def set_statistics(z: Tensor, slots: Slots, out: TokenBuffers) -> None:
 
 
 def _summed(x: Tensor, rows: Tensor, n: int) -> Tensor:
-    """(n,) sums of x by row. Deterministic on CUDA, unlike index_add_."""
+    """(n,) sums of x by row. Unlike index_add_, this is deterministic on CUDA."""
     return x.new_zeros(n).index_put_((rows,), x, accumulate=True)
 
 
@@ -158,7 +158,7 @@ def set_gradient(
 
 
 def scatter_gradient(
-    gradient: Tensor,  # (C, V), of which the entries of the slots are written
+    gradient: Tensor,  # (C, V); the entries of the slots are written
     z: Tensor,
     slots: Slots,  # of the chunk's rows
     stats: TokenBuffers,  # (C,) each
@@ -182,7 +182,7 @@ def scatter_gradient(
 def _entries(
     z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: LogitTransform
 ) -> tuple[slice, Tensor]:
-    """(the slots of these rows, their d loss / d product)."""
+    """Return (the slots of these rows, d loss / d product of these slots)."""
     part, rows = _of_chunk(slots)
     is_own = torch.arange(part.start, part.stop, device=z.device) == slots.own[rows]
     logps = stats.logps[rows]
@@ -200,7 +200,7 @@ def _entries(
 
 
 def slot_rows(weight: Tensor, slots: Slots, coefficients: Tensor, out: Tensor) -> Tensor:
-    """Write sum over the slots of each row of coefficient * weight[id] to `out` (n, H)."""
+    """For each row, write the sum over its slots of coefficient * weight[id] to `out` (n, H)."""
     if _runs(weight, out) and coefficients.dtype == torch.float32:
         from logitless.kernels.ids import sets_triton
 
@@ -223,9 +223,9 @@ def add_slot_rows(
     *,
     first: bool,  # whether `total` is uninitialized
 ) -> None:
-    """Add coefficient * hidden of every slot to the row of its id in `total`.
+    """For every slot, add coefficient * hidden to the row of its id in `total`.
 
-    One owner adds the slots of a row of `total` in the order of the slots and writes it once.
+    The slots of a row of `total` are added in slot order, and the row is written once.
     """
     size = slots.ids.shape[0]
     if size and _runs(hidden, total) and total.dtype != torch.float64 and hidden.dtype != torch.float64:

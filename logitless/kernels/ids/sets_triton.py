@@ -1,9 +1,9 @@
 """Triton kernels of `sets.py`.
 
 The products and their gradients are bound by reading a row of H numbers for each slot. A program of
-`slot_products_kernel` multiplies a few slots of any rows, so rows with few slots need no padding to the
-longest row; the sum of a slot runs over the same blocks of H in every program. The other kernels have one
-program per row (and block of H), which reads the row's slots a few at a time, in order.
+`slot_products_kernel` processes a few slots of arbitrary rows, so that rows with few slots need not be padded
+to the longest row. The sum of a slot uses the same blocks of H in every program. The other kernels have one
+program per row (and block of H), which reads the slots of the row a few at a time, in order.
 """
 
 import torch
@@ -21,8 +21,8 @@ from logitless.kernels.head.cross_entropy_triton import (
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Slots of a turn and numbers of each where rows of the head are read, and slots of a turn where only their
-# logits are.
+# SLOTS and BLOCK: number of slots that are processed at a time, and numbers of each slot's row, if rows of
+# the head are read. READ: number of slots at a time if only logits are read.
 SLOTS, BLOCK, READ, WARPS = 8, 1024, 64, 4
 
 
@@ -138,7 +138,7 @@ def set_statistics_kernel(
                 log_p = d + logps
                 p = tl.exp(log_p)
                 surprise += tl.where(here & (p != 0.0), p * log_p, 0.0)
-                # Of equal logits the lowest id counts: the ids of a row are in rising order.
+                # Among equal logits, the lowest id is the arg-max. The ids of a row are in ascending order.
                 beaten |= (here & ((d > 0.0) | ((d == 0.0) & (slot < own)))).to(tl.int32)
             tl.store(entropy_ptr + row, -tl.sum(surprise, 0))
             tl.store(is_top1_ptr + row, 1.0 - tl.max(beaten, 0).to(tl.float32))
@@ -167,7 +167,7 @@ def set_gradient_kernel(
     DENSE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """With DENSE, `out` is a chunk's gradient (C, V); otherwise it has one entry per slot (S,)."""
+    """With DENSE, `out` is the gradient of a chunk (C, V); otherwise it has one entry per slot (S,)."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(bounds_ptr + row)
     stop = tl.load(bounds_ptr + row + 1)
@@ -191,7 +191,7 @@ def set_gradient_kernel(
                 gradient -= tl.load(g_entropy_ptr + row) * surprise
             slope = gain
             if HAS_SOFTCAP:
-                # `Head.derivative_at` the logit.
+                # `LogitTransform.derivative_at` the logit.
                 squashed = z / cap
                 slope = gain * (1.0 - squashed * squashed)
             gradient *= slope
@@ -296,7 +296,7 @@ def set_statistics(z: Tensor, slots, out) -> None:
 
 
 def set_gradient(z: Tensor, slots, stats, grads, head, out: Tensor) -> None:
-    """`out` (S,), or the gradient of a chunk (C, V)."""
+    """`out` is (S,), or the gradient of a chunk (C, V)."""
     if out.dim() == 2:
         check_rows(out=out)
     else:

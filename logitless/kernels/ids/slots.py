@@ -1,24 +1,26 @@
-"""Statistics of several ids per token, from a chunk of logits, and the gradient of the logits from theirs.
+"""Statistics of several ids per token from a chunk of logits, and the gradient of the logits from the
+gradients of these statistics.
 
-With S the distinct ids of a token and R all other ids, the softmax over the vocabulary is that of |S| logits
-and of one log-sum-exp, that of R. So the logits of S are read and overwritten with a very low value, and the
-statistics of the chunk are then those of R:
+Let S be the distinct ids of a token, and R all other ids. The softmax over the vocabulary depends on the |S|
+logits of S and on the log-sum-exp of R. Therefore the logits of S are read and overwritten with a very low
+value, and the statistics of the chunk are then those of R:
 
     lse = log(exp(lse_R) + sum_S exp(z_s))      log p_s = z_s - lse      rest = lse_R - lse
     entropy = P_R (entropy_R - log P_R) - sum_S p_s log p_s,  P_R = exp(rest)
 
 No statistic is a difference of nearly equal values: log(1 - sum_S p_s) is `rest`, and the log-probability of
-a confident token is -log(1 + all others / its own). With g the gradients of log p, G their sum:
+a confident token is -log(1 + (sum of all other exponentials) / (its exponential)). With the gradients g of
+log p, and their sum G:
 
     d z_s = g_s - (G + g_rest - g_lse) p_s      d z_r = (g_lse - G + g_rest (1 - P_R) / P_R) p_r
 
     pop_logits    read the logits of the ids, and overwrite them in the chunk
     statistics    these logits and the statistics of R -> the statistics of the whole vocabulary
-    sparse_grad   gradients of the statistics -> d products of the ids, and the row factor of p for R
-    scatter       write a value per id to its column of the chunk
+    sparse_grad   gradients of the statistics -> gradients of the ids' products, and the row factor of p for R
+    scatter       write one value per id to its column of the chunk
 
-A row has k slots, each with an id; a negative id is an empty slot, and an id may occur twice. The Triton
-kernels (`slots_triton.py`) compare all pairs of up to MOST_SLOTS slots; the twins sort.
+A row has k slots with one id each. A negative id is an empty slot, and an id may occur several times. The
+Triton kernels (`slots_triton.py`) compare all pairs of up to MOST_SLOTS slots. The twins sort the slots.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +34,11 @@ from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.transform import LogitTransform
 
 MOST_SLOTS = 256
-# Value in the chunk of a logit that was taken out: its exponential is 0 relative to any other logit. It is
-# exact in its dtype.
+# The value with which logits are overwritten in the chunk. Its exponential is 0 relative to any other logit,
+# and it is exact in its dtype.
 POPPED_LOGITS = {torch.float16: -3e4}
 MASKED_LOGIT = -(2.0**96)
-# log P_R below which its gradient is cut: exp(-LEAST_REST) is still far inside fp32.
+# Lower bound of log P_R in its gradient. exp(-LEAST_REST) is finite in fp32.
 LEAST_REST = -60.0
 
 
@@ -64,7 +66,7 @@ def pop_logits(
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
 ) -> Tensor:
-    """Read the columns' logits, and overwrite them in the chunk with `popped_value`.
+    """Read the logits of the columns, and overwrite them in the chunk with `taken_out(dtype, head)`.
 
     Returns:
         (n, k) logits after the head transform, -inf in empty slots and for columns of other shards.
@@ -82,16 +84,16 @@ def pop_logits(
 def statistics(
     z: Tensor,  # (n, k) logits of the ids on all ranks, -inf in empty slots
     ids: Tensor,  # (n, k) int64
-    stats: TokenBuffers,  # (n,) lse, lse_residual, entropy if wanted, of this rank's chunk without the ids
-    out: Mapping[str, Tensor],  # logps (n, k), and of lse, lse_residual, rest, entropy (n,) those wanted
+    stats: TokenBuffers,  # (n,) lse, lse_residual, entropy (if requested) of this rank's other ids
+    out: Mapping[str, Tensor],  # logps (n, k), and any of lse, lse_residual, rest, entropy (n,); written
     *,
     head: LogitTransform,
     bias: Tensor | None,  # (V,)
-    logits: Tensor,  # (n, V) from which they were taken
+    logits: Tensor,  # (n, V), in which the logits of the ids were overwritten
     targets: Tensor,  # (n,) int64
     ignore_index: int,
     columns: Tensor,  # (n, k) of the ids in this rank's chunk
-    exchange: Callable[[Tensor], Tensor] | None = None,  # (numbers, n) of each rank -> (ranks, numbers, n)
+    exchange: Callable[[Tensor], Tensor] | None = None,  # all-gather: (numbers, n) -> (ranks, numbers, n)
 ) -> None:
     """Write the statistics that `out` names; 0 in ignored rows."""
     options = {"head": head, "bias": bias}
@@ -123,12 +125,12 @@ def sparse_grad(
     targets: Tensor,  # (n,) int64
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the products from the gradients of the statistics.
+    """Compute the gradients of the products from the gradients of the statistics.
 
     Returns:
-        (n, k) ids, each in its first slot, -1 in all other slots and in ignored rows; (n, k) d loss / d
-        products of the ids, equal in slots with equal ids; (n,) the row factor of p for all other ids,
-        without the entropy's part.
+        (n, k) ids, each in its first slot, with -1 in all other slots and in ignored rows; (n, k) d loss / d
+        products of the ids, which are equal in slots with equal ids; (n,) the row factor of p for all other
+        ids, without the part of the entropy.
     """
     ids, logps = stats["ids"], stats["logps"]
     if _runs(logps, ids):
@@ -141,7 +143,8 @@ def sparse_grad(
     p = logps.exp()
     g = torch.zeros_like(logps)
     if upstream.logps is not None:
-        # The gradient of an empty slot, whose log-probability is -inf, may be NaN; it does not spread.
+        # The gradient of an empty slot, whose log-probability is -inf, may be NaN. It does not affect other
+        # slots.
         g = _merged(ids, upstream.logps)
     total = torch.where(first, g, 0.0).sum(1, keepdim=True)
     d_z = g * -torch.expm1(logps) - (total - g) * p
@@ -162,9 +165,11 @@ def sparse_grad(
 
 
 def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
-    """Write a value per slot (n, k), or one value for all, to the slot's column of `matrix` (n, V).
+    """Write one value per slot (n, k), or the same value for all slots, to the slot's column of `matrix` (n,
+    V).
 
-    Slots with equal columns must have equal values; slots with a negative column write nothing."""
+    Slots with equal columns must have equal values. Slots with a negative column are skipped.
+    """
     if _runs(matrix, columns):
         from logitless.kernels.ids import slots_triton
 
@@ -181,12 +186,12 @@ def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
 
 
 def dedupe(ids: Tensor) -> Tensor:
-    """(n, k) ids without duplicates: each id in its first slot, -1 in its other slots."""
+    """(n, k) ids without duplicates: each id in its first slot, and -1 in its other slots."""
     return torch.where(distinct(ids), ids, -1)
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """(n, k) bool: whether a slot is the first one of its id; False in empty slots."""
+    """(n, k) bool: whether a slot is the first slot with its id; False in empty slots."""
     ordered, order = ids.sort(dim=-1, stable=True)
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -194,13 +199,13 @@ def distinct(ids: Tensor) -> Tensor:
 
 
 def _found(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(which slots have a column in [0, width); the column, 0 where there is none)."""
+    """Return (whether a slot has a column in [0, width); the column, or 0 if it has none)."""
     there = (columns >= 0) & (columns < width)
     return there, torch.where(there, columns, 0)
 
 
 def _merged(ids: Tensor, x: Tensor) -> Tensor:
-    """(n, k): in each slot, the sum of `x` over all slots with the same id. Deterministic."""
+    """(n, k) for each slot, the sum of `x` over all slots with the same id. Deterministic."""
     ordered, order = ids.sort(dim=-1, stable=True)
     total = x.gather(-1, order)
     distance = 1
@@ -219,10 +224,12 @@ def _merged(ids: Tensor, x: Tensor) -> Tensor:
 
 
 def _others(stats: TokenBuffers, own: Tensor, taken: Tensor, width: int) -> list[Tensor]:
-    """lse, lse_residual and entropy (n,) of this rank's other ids.
+    """Return lse, lse_residual and entropy (n,) of this rank's other ids.
 
-    `own` (n, k): the slots that were taken out of this rank's chunk, each id once. `taken`: the logit of each
-    of these slots in `stats` after the head transform; with a softcap its exponential may be above 0."""
+    `own` (n, k): the slots whose logits were overwritten in this rank's chunk, each id once. `taken`: the
+    logit of each of these slots in `stats`, after the head transform. With a softcap, its exponential may be
+    above 0.
+    """
     share = torch.where(own, (taken - stats.lse[:, None]).exp(), 0.0)
     left = 1 - share.sum(1)
     none = (left <= 0) | (own.sum(1) == width)  # a NaN is not nothing
@@ -248,7 +255,7 @@ def _whole(
     top, at = x.max(1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)
     e = (x - top + rounding).exp()
-    # The sum of all parts but the largest, whose rounding error alone is added.
+    # The sum of all parts except the largest, of which only the rounding error is added.
     others = e.scatter(1, at, rounding.gather(1, at).expm1()).sum(1)
     log_total = others.log1p()
     top = top[:, 0]

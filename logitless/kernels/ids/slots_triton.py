@@ -1,8 +1,8 @@
-"""Triton kernels of `slots.py`: one program a row, which holds all of its slots.
+"""Triton kernels of `slots.py`, with one program per row, which holds all slots of the row.
 
-Slots with the same id are found by comparing all pairs, a PIECE of the row with the whole row at a time: no
-sort, and few registers. The slots of a row read and write k entries of the chunk, so these kernels cost
-little more than their launch.
+Slots with the same id are found by comparing all pairs, a PIECE of the row with the whole row at a time. This
+needs no sort and few registers. The slots of a row read and write k entries of the chunk, so that these
+kernels take little more time than their launch.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 PIECE = tl.constexpr(16)
-# Slots of the smallest kernel: fewer variants for no more time.
+# Number of slots of the smallest kernel. Smaller kernels would be additional variants without being faster.
 FEWEST, WARPS = 16, 4
 
 
 @triton.jit
 def slots_of(ids_ptr, row, k, start, K: tl.constexpr):
-    """K slots of a row, and their ids; -1 beyond the last."""
+    """Return K slots of a row, and their ids; -1 after the last slot."""
     slot = start + tl.arange(0, K)
     # A vocabulary has fewer than 2^31 ids; every negative number is an empty slot.
     ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
@@ -32,8 +32,11 @@ def slots_of(ids_ptr, row, k, start, K: tl.constexpr):
 
 @triton.jit
 def distinct(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constexpr):
-    """Whether a slot is the first of its id; with SUM the sum of x over all slots of that id, bit for bit the
-    same in each of them. An x in an empty slot, which may be NaN, is added to no other slot."""
+    """Return whether each slot is the first slot with its id.
+
+    With SUM, also return the sum of x over all slots with the same id, which is bitwise equal in these slots.
+    x in an empty slot, which may be NaN, does not affect other slots.
+    """
     repeated = tl.zeros([K], tl.int32)
     total = tl.zeros([K], tl.float32)
     for start in range(0, k, PIECE):
@@ -76,7 +79,7 @@ def pop_logits_kernel(
     x = tl.load(place, mask=there, other=0.0)
     z, _ = head_logits(x, bias_ptr, ids, there, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(z_ptr + row * k + slot, tl.where(there, z, -float("inf")), mask=slot < k)
-    # No thread may overwrite a logit before all slots of its id have read it.
+    # All slots with an id must have read its logit before a thread overwrites it.
     tl.debug_barrier()
     tl.store(place, tl.full([K], taken, tl.float32).to(logits_ptr.dtype.element_ty), mask=there)
 
@@ -108,7 +111,7 @@ def slot_statistics_kernel(
     EXTRA: tl.constexpr,
     K: tl.constexpr,
 ):
-    """`read`: statistics of the chunk in which `taken` replaces the ids' products."""
+    """`read_*`: statistics of the chunk in which `taken` replaces the products of the ids."""
     row = tl.program_id(0).to(tl.int64)
     slot, ids = slots_of(ids_ptr, row, k, 0, K)
     if tl.load(targets_ptr + row) == ignore_index:
@@ -218,7 +221,7 @@ def sparse_grad_kernel(
         d_z -= tl.load(g_entropy_ptr + row) * tl.where(p > 0.0, p * (logps + entropy), 0.0)
     slope = gain
     if HAS_SOFTCAP:
-        # `Head.derivative_at` the logit.
+        # `LogitTransform.derivative_at` the logit.
         squashed = (logps + tl.load(lse_ptr + row)) / cap
         slope = gain * (1.0 - squashed * squashed)
     last = row * k + slot
@@ -258,7 +261,7 @@ def sizes(k: int) -> dict[str, int]:
 
 
 def _transform(head, bias: Tensor | None, unused: Tensor):
-    """The head's transform, as the kernels take it: pointer, scalars and constexprs."""
+    """Return the head transform as kernel arguments: pointer, scalars and constexprs."""
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, unused)
     return bias, scalars, {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
 
@@ -298,7 +301,7 @@ def statistics(
         dense(stats.lse),
         dense(stats.lse_residual),
         dense(stats.entropy) if extra else z,
-        # The kernel writes unused results too, to scratch tensors.
+        # The kernel also writes results that are not requested, to scratch tensors.
         out["logps"],
         *(out[name] if name in out else z.new_empty(n) for name in ("lse", "lse_residual", "rest")),
         out["entropy"] if extra else z,
