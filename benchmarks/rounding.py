@@ -82,7 +82,8 @@ def for_page(document: dict, source: str) -> str:
     headers = ["hidden states differ by", *names, "k3 by rounding both"]
     table = tabulate(body, headers, tablefmt="github", disable_numparse=True)
     return (
-        f"{table}\n\nMean |d log p| of sampled tokens between two engines: over the whole vocabulary / over "
-        f"the {KEPT} best ids. H {H:,}, V {V:,}, largest logit about {LARGEST:.0f}, emulated on a CPU. The "
-        f"last column: k3 between two calls of one trainer, as a multiple of k3 without rounding.\n\n{source}"
+        f"{table}\n\nCells: mean |delta log p| of sampled tokens between the two engines, normalized over "
+        f"the whole vocabulary / over the top {KEPT} ids. Last column: k3 between two calls of the same "
+        f"trainer with rounding, divided by k3 without rounding. H {H:,}, V {V:,}, largest logit about "
+        f"{LARGEST:.0f}, emulated on a CPU.\n\n{source}"
     )

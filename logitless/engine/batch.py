@@ -1,4 +1,4 @@
-"""`TokenStats` and `Batch`, the arguments of a loss's `terms`: statistics and inputs of a slice of rows."""
+"""`TokenStats` and `Batch`, the arguments of `LinearLoss.terms`: statistics and inputs of a slice of rows."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from logitless.errors import type_error, value_error
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
-# Above every position in a sequence.
+# Larger than every position in a sequence.
 LARGEST_POSITION = 2**40
 
 
@@ -23,11 +23,12 @@ class TokenStats:
     Attributes:
         logps: log-probabilities of the targets. Always available.
         lse: log-sum-exp of the logits. Always available.
-        lse_residual: rounding error of lse: exp((z - lse) - lse_residual) is accurate also for large lse.
+        lse_residual: rounding error of lse. exp((z - lse) - lse_residual) is accurate even if lse is large.
             Always available.
         entropy: entropy of the distribution, in nats.
-        is_top1: 1 where the target has the largest logit, else 0.
-        sum_logits: sum of the logits, weighted by the loss's `sum_logits_weights` if it has any.
+        is_top1: 1 if the target has the largest logit, else 0.
+        sum_logits: sum of the logits, weighted by the vocabulary input that `sum_logits_weights` of the loss
+            names.
         log_sum_sq_probs: log of the sum of the squared probabilities.
     """
 
@@ -39,7 +40,7 @@ class TokenStats:
     sum_logits: Tensor
     log_sum_sq_probs: Tensor
 
-    if not TYPE_CHECKING:  # for a checker, other names are errors
+    if not TYPE_CHECKING:  # a type checker reports undeclared attributes itself
 
         def __getattr__(self, name: str) -> Tensor:
             if name not in TokenStats.__annotations__:
@@ -52,20 +53,20 @@ class TokenStats:
 
 
 class Batch:
-    """A slice of n rows of a call. The inputs that the loss declares are attributes, cut to the slice.
+    """A slice of n rows of a call. The declared inputs of the loss are attributes, cut to these rows.
 
     Attributes:
         targets: (n,) int64 token ids.
         V: size of the vocabulary.
         supervised: (n,) bool.
-        ignored: (n,) bool; None where every row is supervised.
+        ignored: (n,) bool; None if every row is supervised.
         lengths: (sequences,) number of supervised tokens in each sequence of the slice.
-        positions: (n,) number of supervised tokens that precede each token in its sequence. With `cp_group`
-            the loss must declare `position_ids` in `prediction_inputs`: each token's position in its whole
-            sequence.
+        positions: (n,) number of supervised tokens that precede each token in its sequence. With `cp_group`,
+            the loss must declare `position_ids` in `prediction_inputs`, the position of each token in its
+            whole sequence.
         is_chosen: (n,) bool, whether a token's sequence is in the first half of the sequences.
-        teacher_logits: (n, V'), where the loss declares a teacher.
-        ref_logps: (n,) log-probabilities under the reference model, where the loss declares one.
+        teacher_logits: (n, V'), if the loss declares a teacher.
+        ref_logps: (n,) log-probabilities under the reference model, if the loss declares a reference.
     """
 
     targets: Tensor
@@ -81,14 +82,15 @@ class Batch:
         inputs: Mapping[str, Tensor | None],
         segments: Segments | None = None,
         *,
-        ignore_index: int | None = None,  # None where every row of the slice is supervised
+        ignore_index: int | None = None,  # None if every row of the slice is supervised
         vocabulary: WholeVocabulary | None = None,
         sequences: WholeSequences | None = None,
     ):
         self.targets = targets
         self.V = V
         self.segments = segments
-        # Not as default arguments: Dynamo does not trace defaults that are instances of our classes.
+        # These are not default arguments, because Dynamo does not trace defaults that are instances of these
+        # classes.
         self.vocabulary = vocabulary or WHOLE_VOCABULARY
         self._sequences = sequences or WHOLE_SEQUENCES
         self.ignored = None if ignore_index is None else targets == ignore_index
@@ -96,15 +98,15 @@ class Batch:
         for name, value in inputs.items():
             setattr(self, name, value)
 
-    def __getattr__(self, name: str) -> Any:  # for a type checker: a declared input
+    def __getattr__(self, name: str) -> Any:  # tells type checkers that declared inputs are attributes
         raise AttributeError(
             f"{name}: expected an input that the loss declares, got an undeclared one; add {name!r} to "
-            "`token_inputs` or its like, and pass it to the call."
+            "`token_inputs` or a similar declaration, and pass it to the call."
         )
 
     @property
     def shows_shapes(self) -> bool:
-        """Whether the shapes of a value per row, per sequence and per pair differ from that of one value."""
+        """Whether the slice has several rows, sequences and pairs, so that wrong shapes are detectable."""
         return self.targets.shape[0] > 1 and (self.segments is None or self.segments.lengths.shape[0] > 3)
 
     @cached_property
@@ -119,7 +121,7 @@ class Batch:
         if self.segments is None:
             raise type_error(
                 "scope",
-                "'group' or 'batch' where terms looks at sequences",
+                "'group' or 'batch' for a loss whose `terms` uses sequences",
                 "'token'",
                 "declare it in the class",
             )
@@ -130,7 +132,10 @@ class Batch:
         return self._sequences.sum(x)
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """Gather (n,) values of this rank's tokens from all ranks of `cp_group`, unordered, no gradient."""
+        """All-gather (n,) values of tokens over `cp_group`, without gradient.
+
+        The order of the result is arbitrary.
+        """
         return self._sequences.all_gather_tokens(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
@@ -172,7 +177,7 @@ class Batch:
         return before[:-1] - before[segments.starts][segments.ids]
 
     def _positions_in_slices(self) -> Tensor:
-        """`positions`, counted over the slices of all ranks: sort the positions of every rank's tokens."""
+        """`positions` with `cp_group`, counted in the sorted positions of the tokens of all ranks."""
         name = "position_ids"
         ids = self.own_segments.ids
         position_ids = getattr(self, "position_ids", None)
@@ -186,13 +191,13 @@ class Batch:
             raise value_error(
                 name,
                 expected,
-                "some of them twice",
-                "count through the sequence, not through this rank's slice",
+                "duplicate positions",
+                "pass positions in the whole sequence, not in this rank's slice",
             )
         return torch.searchsorted(all_keys, keys) - torch.searchsorted(all_keys, first)
 
-    # For losses of logits: reductions over the whole vocabulary, where `z` may be this rank's shard of the
-    # columns (`vocab_parallel`).
+    # Reductions over the whole vocabulary, for a `LogitsLoss`. With `tp_group`, `z` is this rank's shard of
+    # the columns.
 
     def log_softmax(self, z: Tensor) -> Tensor:
         """(n, columns) logits -> log-probabilities, normalized over the whole vocabulary."""
@@ -203,15 +208,15 @@ class Batch:
         return self.vocabulary.reduce(x)
 
     def norm(self, z: Tensor) -> Tensor:
-        """(n, columns) logits -> (n, 1) Euclidean lengths of their rows, over the whole vocabulary."""
+        """(n, columns) logits -> (n, 1) Euclidean norms of the rows, over the whole vocabulary."""
         return self.vocabulary.norm(z)
 
     def argmax(self, z: Tensor) -> Tensor:
-        """(n, columns) logits -> (n,) the id of the largest in the whole vocabulary."""
+        """(n, columns) logits -> (n,) ids of the largest logits in the whole vocabulary."""
         return self.vocabulary.argmax(z)
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
+        """(n,) ids -> (their columns in this rank's logits, else 0; whether an id is on this rank)."""
         return self.vocabulary.locate(ids, self.V)
 
     @property
@@ -228,12 +233,13 @@ class Batch:
     def is_of_groups(self, term: Any) -> bool:
         """Whether a `Term` has one value per sequence or pair.
 
-        The term's unit decides: the shape is ambiguous if the slice has as many tokens as sequences.
+        Determined by the term's unit, because the shape is ambiguous if the slice has as many tokens as
+        sequences.
         """
         return term.unit != "tokens" and term.values.shape == (self.unit_lengths.get(term.unit),)
 
     def masked(self, terms: Mapping) -> dict:
-        """`terms` with the per-token values of unsupervised rows set to zero."""
+        """Return `terms` with the per-token values of unsupervised rows set to 0."""
         if self.ignored is None:
             return dict(terms)
 

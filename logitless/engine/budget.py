@@ -1,6 +1,6 @@
-"""The memory budget of a chunk, and the measured bytes per row of a loss of logits without a kernel.
+"""The default memory budget of a chunk, and the measured bytes per row of a `LogitsLoss` without a kernel.
 
-`passes.plan_for` makes a plan from both.
+`passes.plan_for` uses both to make a plan.
 """
 
 import functools
@@ -21,11 +21,12 @@ from logitless.engine.terms import UNITS, UnitFactors
 from logitless.errors import warn
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVocabulary
 
-# Number of rows with which the memory of a loss of logits is measured.
+# Number of rows with which the memory of a `LogitsLoss` is measured.
 MEASURED_ROWS = 64
-# A GPU with at least this many bytes counts as large: cards sold with 64 GB report a little less.
+# A GPU that reports at least this many bytes is large. GPUs sold with 64 GB report slightly less than 64 GiB.
 LARGE_CARD = 60 * 2**30
-# Measured bytes per row, by the class and identity of the loss and every other property that changes them.
+# Measured bytes per row. The key contains the class and identity of the loss, and all other properties on
+# which the measurement depends.
 _MEASURED = Remembered()
 # Number of fp32 copies of the logits that a loss is assumed to need if the measurement fails.
 UNMEASURED_COPIES = 8
@@ -35,9 +36,11 @@ UNMEASURED_COPIES = 8
 def default_budget(device: torch.device) -> int:
     """The default `logits_budget` in bytes.
 
-    2.5 GiB on a GPU of 64 GiB or more: 4,096 rows of every common vocabulary fit, up to Gemma's 262,144 ids,
-    and 8,192 rows of Qwen's. On other GPUs 1 GiB, or 1/32 of the memory if that is less. 256 MiB on the CPU,
-    where small chunks stay in the cache.
+    * 2.5 GiB on GPUs that report at least 60 GiB (sold as 64 GB). 4,096 rows fit for every common vocabulary
+      (Gemma's, with 262,144 ids, is the largest), and 8,192 rows for Qwen's.
+    * On other GPUs the smaller of 1 GiB and 1/32 of the GPU's memory.
+    * 256 MiB on the CPU: small chunks stay in the cache.
+    * 512 MiB on devices that do not report their memory.
     """
     if device.type == "cpu":
         return 256 * MIB
@@ -49,23 +52,26 @@ def default_budget(device: torch.device) -> int:
 
 
 def budget_of_memory(memory: int) -> int:
-    """The default `logits_budget` in bytes on a GPU with this memory in bytes."""
+    """The default `logits_budget` in bytes on a GPU with `memory` bytes."""
     return 2560 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
 
 
-# Warnings that were issued, by the loss's identity and the subject.
+# Warnings that were issued, by the identity of the loss and the subject of the warning.
 _WARNED = Remembered()
 
 
 def warn_once(loss: LossSpec, about: str, message: str) -> None:
-    """Issue a `BudgetWarning` once per loss and subject, as the numbers in it may differ in every call."""
+    """Issue a `BudgetWarning` once per loss and subject (`about`).
+
+    The numbers in it may differ in every call.
+    """
     if (loss.identity, about) not in _WARNED:
         _WARNED[loss.identity, about] = True
         warn(message, BudgetWarning)
 
 
 class PeakBytes(TorchDispatchMode):
-    """Dispatch mode that records the peak of the bytes alive, of storages created while it is active."""
+    """Dispatch mode that records the peak memory of the storages that are created while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -93,11 +99,11 @@ class PeakBytes(TorchDispatchMode):
 
 
 def measured_row_bytes(call: HeadCall) -> int:
-    """Bytes of temporaries per row inside a loss of logits, measured once per loss and vocabulary."""
+    """Bytes of temporaries per row in a `LogitsLoss`, measured once per loss and shape of its arguments."""
     loss = call.loss
     device = call.weight.device
     teacher = call.inputs.get("teacher_weight")
-    # The largest shard, so that all ranks plan the same chunks.
+    # The width of the largest shard, so that all ranks plan the same chunks.
     teacher_width = 0 if teacher is None else call.vocabulary.max_shard_rows(teacher.shape[0])
     teacher_bytes = teacher_width * call.logits_dtype.itemsize
     if loss.has_kernel(device, call.logits_dtype, call.inputs):
@@ -113,12 +119,12 @@ def measured_row_bytes(call: HeadCall) -> int:
             _MEASURED[key] = _measure(loss, example, call.trainable, vocabulary)
         return teacher_bytes + _MEASURED[key]
     except Exception:
-        # The call runs the loss next and raises the same error, with more context.
+        # The call runs the loss after this, and raises the same error with more context.
         return teacher_bytes + UNMEASURED_COPIES * call.width * torch.float32.itemsize
 
 
 class _Example(NamedTuple):
-    """Shapes and dtypes of a chunk's arguments, with `MEASURED_ROWS` rows: equal for all chunks."""
+    """Shapes and dtypes of the arguments of a chunk with `MEASURED_ROWS` rows."""
 
     width: int
     teacher_width: int
@@ -137,7 +143,7 @@ class _Example(NamedTuple):
         return cls(call.width, teacher_width, tuple(inputs), call.logits_dtype, device)
 
     def arguments(self, loss: LossSpec) -> tuple[Tensor, ChunkInputs]:
-        """Zeros of these shapes, as the arguments of a `ChunkFunction`."""
+        """Return zeros of these shapes, as the arguments of a `ChunkFunction`."""
         make = functools.partial(torch.zeros, device=self.device)
         # As in a chunk, inputs that the call does not pass are None.
         inputs: dict[str, Tensor | None] = dict.fromkeys(loss.roles)
@@ -152,9 +158,9 @@ class _Example(NamedTuple):
 
 
 def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:
-    """Bytes per row that the compiled function allocates on a GPU.
+    """Measure the bytes per row that the compiled function allocates on a GPU.
 
-    On the meta device: bytes that the uncompiled function would allocate, an upper bound.
+    On the meta device, count the bytes that the uncompiled function would allocate, which are an upper bound.
     """
     arguments = example.arguments(loss)
     if example.device.type == "meta":

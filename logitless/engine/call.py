@@ -1,7 +1,7 @@
-"""`HeadCall`: one LM head's share of a public call.
+"""`HeadCall`: the part of a public call that belongs to one LM head.
 
-`prepare` checks the arguments of a public call and makes one `HeadCall` per LM head; only Medusa and
-multi-token prediction have more than one head.
+`prepare` checks the arguments of a public call and creates a `HeadCall`. Only Medusa and multi-token
+prediction have several heads, with one `HeadCall` each.
 """
 
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ class Needs(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers between the hidden states and head number `head` of a module: `module.blocks(head)`."""
+    """The layers in front of one head of a module: `module.blocks(head)`."""
 
     module: nn.Module
     head: int
     tensors: Mapping[str, Tensor]  # parameters and buffers by name
-    trained: tuple[str, ...] = ()  # those that need a gradient
+    trained: tuple[str, ...] = ()  # names of the tensors that need a gradient
     autocast: torch.dtype | None = None
 
 
 class TrainedIndices(NamedTuple):
-    """The indices of a head's tensors among the trained tensors of a packed call."""
+    """The indices of a head's tensors in the trained tensors of a packed call."""
 
     hidden: int
     weight: int
@@ -51,11 +51,11 @@ class TrainedIndices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCall:
-    """One LM head's share of a public call: tensors with one row per token, and constants.
+    """The part of a public call that belongs to one LM head: tensors with one row per token, and constants.
 
-    `prepare` makes it from the arguments of a call. `packing.pack` turns the heads of a call into a flat list
-    of tensors and a `Signature`, as autograd and the operators take them; `packing.unpack` makes the same
-    heads again from both.
+    `prepare` creates it from the arguments of a call. `packing.pack` converts the heads of a call to a flat
+    list of tensors and a `Signature`, which are the arguments of the autograd Function and of the operators.
+    `packing.unpack` is the inverse.
     """
 
     loss: LossSpec
@@ -67,16 +67,16 @@ class HeadCall:
     inputs: Mapping[str, Tensor | None]  # by declared name
     num_items: Tensor | None  # ()
     cu_seqlens: Tensor | None  # (sequences + 1,)
-    sequence_count: int  # 0 where the loss does not look at sequences
-    frozen: Tensor | None  # (V, H - r), columns without gradient in front of those of `weight`
+    sequence_count: int  # 0 if the loss does not depend on sequences
+    frozen: Tensor | None  # (V, H - r), columns without gradient that precede the columns of `weight`
     layers: Layers | None = None
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
-    sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
+    sets: Sets | None = None  # the kept ids of each row, if the call has a sampling mask
     add_targets: bool = False  # whether a target that is missing from its row's set is added to the set
-    # Set by `unpack`: which tensors need a gradient, and their indices among the trained tensors.
+    # Set by `unpack`: which tensors need a gradient, and their indices in the trained tensors.
     needs: Needs | None = None
     indices: TrainedIndices | None = None
-    # The sizes and kernels of all ranks that share the head, once they are exchanged.
+    # The shard sizes and kernels of all ranks that share the head, after the ranks have exchanged them.
     shards: Shards | None = None
 
     # Derived from the fields above, and set together with `needs`, inside the passes.
@@ -84,14 +84,14 @@ class HeadCall:
     stat_dtype: torch.dtype = field(init=False)  # of per-token statistics
     sequences: WholeSequences = field(init=False)
     vocabulary: WholeVocabulary = field(init=False)
-    V: int = field(init=False)  # size of the vocabulary; 0 for a sharded head without `shards`
-    # Columns of a chunk of logits to plan for: those of the largest shard of all ranks, so that all ranks
-    # have the same chunks.
+    V: int = field(init=False)  # size of the vocabulary; 0 for a sharded head before `shards` is set
+    # Columns of a chunk of logits in the plan: those of the largest shard, so that all ranks have the same
+    # chunks.
     width: int = field(init=False)
-    # Whether the statistics come from logits that were never rounded: fp32 accumulators of a kernel that
-    # projects a chunk and computes its statistics. It depends on loss, device, dtypes and head, not on the
-    # number of rows or the grad mode, so that every pass over the same rows sees the same logits. With a
-    # sharded head the value is this rank's until `shards` has the kernels of all ranks.
+    # Whether the statistics are computed from unrounded logits: the fp32 accumulators of a kernel that
+    # projects a chunk and computes its statistics. This depends on loss, device, dtypes and head, but not on
+    # the number of rows or the grad mode, so that every pass over the same rows uses the same logits. With a
+    # sharded head, the value is that of this rank until `shards` is set.
     fp32_logits: bool = field(init=False)
     logits_dtype: torch.dtype = field(init=False)
 
@@ -129,7 +129,7 @@ class HeadCall:
         )
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":
-        """The call with the shard sizes and kernels of all ranks; unchanged for None, a whole head."""
+        """Return the call with the shard sizes and kernels of all ranks; unchanged if `shards` is None."""
         if shards is None:
             return self
         for name, x in self.inputs.items():
@@ -139,14 +139,14 @@ class HeadCall:
 
 
 def stat_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of per-token statistics, given the dtype of the products."""
+    """The dtype of per-token statistics for products in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def d_hidden_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of d_hidden before the deferred factor is applied, given the dtype of the products.
+    """The dtype of d_hidden before the deferred factor is applied, for products in `dtype`.
 
-    In fp16 it is fp32, as these values may overflow where the final gradient does not.
+    For fp16 it is fp32: without the factor, the values may overflow although the final gradient does not.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -164,7 +164,7 @@ def prepare(
     cu_seqlens: Tensor | None = None,
     kept: AlignedMask | None = None,
 ) -> HeadCall:
-    """Check a public call and flatten it to one row per token."""
+    """Check the arguments of a public call, and return them as a `HeadCall` with one row per token."""
     frozen = None
     if isinstance(weight, SplitHead):
         frozen = local_parameter("weight", weight.frozen.detach(), loss.tp_group)
@@ -178,7 +178,7 @@ def prepare(
     for name, wanted in (("accum_dtype", loss.accum_dtype), ("logits_dtype", loss.logits_dtype)):
         if wanted is not None and wanted != dtype and wanted != torch.promote_types(wanted, stat):
             raise value_error(
-                name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default"
+                name, f"None, {dtype} or a wider dtype", wanted, "set it to None for the default"
             )
     sequence_count = 0
     if cu_seqlens is not None:
@@ -188,7 +188,7 @@ def prepare(
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if shift:
         if hidden.dim() <= 1:
-            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next one")
+            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next token")
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:
@@ -222,7 +222,7 @@ def prepare(
 
 
 def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence_count: int) -> None:
-    """Check type and shape of an input of the loss against its role."""
+    """Check the type and the shape of an input, which its role determines."""
     role = loss.roles[name]
     shape = targets.shape
     if role is Role.WHOLE:
@@ -240,7 +240,7 @@ def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence
                 name,
                 f"a shape that starts with targets' {tuple(shape)}",
                 tuple(x.shape),
-                "give one entry per token",
+                "pass one entry per token",
             )
 
 
@@ -248,7 +248,7 @@ def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
     """Check the shape of an input (V,), once the size of the vocabulary is known."""
     got = tuple(x.shape)
     if got != (V,):
-        raise value_error(name, f"shape ({V},), one per token id", got, "give every token id an entry")
+        raise value_error(name, f"shape ({V},), one per token id", got, "pass one entry per token id")
 
 
 def _num_items(loss: LossSpec, num_items: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -260,7 +260,7 @@ def _num_items(loss: LossSpec, num_items: float | Tensor, dtype: torch.dtype, de
             "only reduction='mean' divides by it",
         )
     if not isinstance(num_items, Tensor):
-        if not torch.compiler.is_compiling():  # a symbolic number would become a constant of the graph
+        if not torch.compiler.is_compiling():  # reading a symbolic number makes it a constant
             check_number("num_items", num_items, "a finite number or a 0-d tensor")
         num_items = torch.full((), num_items, dtype=dtype, device=device)
     if num_items.dim() != 0:
@@ -277,6 +277,6 @@ def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -
     group = loss.sequences_per_group
     if count % group != 0:
         raise value_error(
-            "hidden", f"a multiple of {group} sequences", count, "give every group all of its sequences"
+            "hidden", f"a multiple of {group} sequences", count, "pass all sequences of every group"
         )
     return count

@@ -1,6 +1,6 @@
-"""Choose the rows of a call to project, and find faults of its targets and inputs, in one host sync.
+"""Choose the rows of a call to project, and check targets and inputs, in one host sync.
 
-With a sharded head the same sync tells the host the sizes of all shards.
+With a sharded head, the same host sync reads the sizes of all shards.
 """
 
 from functools import partial
@@ -22,17 +22,17 @@ from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
 
-# Vocabulary size in the last call, by the group's name and this rank's code (see `Shards.code`).
+# Vocabulary size in the last call, by the name of the process group and this rank's code (see `Shards.code`).
 _SIZES = Remembered()
 
 
 def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, Rows]:
-    """Choose the rows to project and their order, and raise the call's faults (see `spec.Fault`).
+    """Choose the rows to project and their order, and raise the faults of the call (see `spec.Fault`).
 
     Args:
         call: the call.
-        shard: this rank's shard of the head, with the vocabulary size to check targets against; None: the
-            function resolves the shard.
+        shard: this rank's shard of the head, with the vocabulary size against which targets are checked.
+            None: the function determines the shard.
 
     Returns:
         (the call, with the shard sizes of all ranks if the head is sharded; the rows).
@@ -61,8 +61,8 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, details), *marking]
     if call.num_items is not None and loss.reduction == "mean":
         zero = ((call.num_items == 0) & marks[0].any()).long()
-        remedy = "count what is supervised"
-        faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
+        got = "0, but the call has supervised tokens"
+        faults.append(Fault(zero, "num_items", "a number above 0", got, "pass their number"))
     faults += [fault for fault in input_faults if not fault.count.dim()]
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
@@ -89,10 +89,10 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
 
 
 def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
-    """The rows in the order of the teacher's rows that they are compared with.
+    """Sort the rows by the teacher's row with which they are compared.
 
-    Chunks begin at multiples of a tile if the budget holds enough rows of a tile. Otherwise, or if the width
-    of the logits is not known before the sync, the host reads the teacher's row of every row.
+    Chunks begin at multiples of a tile if a tile of rows fits into the budget. If it does not, or if the
+    width of the logits is unknown before the host sync, the host reads the teacher's row of every row.
     """
     loss = call.loss
     piece = 1
@@ -107,7 +107,7 @@ def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
 
 
 def every_row(call: HeadCall) -> Rows:
-    """All rows, for a call in which every token is supervised. No host sync."""
+    """All rows, for a call in which every token is supervised, without a host sync."""
     return all_rows(call.targets.shape[0], _grouping(call), call.targets.device)
 
 
@@ -115,8 +115,8 @@ def _grouping(call: HeadCall) -> Grouping:
     loss = call.loss
     grouped = loss.scope != "token"
     packed = call.cu_seqlens is not None
-    # With cp_group, ranks may have different numbers of chunks. All sequences form one group, so that every
-    # rank evaluates the loss, and runs its collectives, exactly once.
+    # With cp_group, ranks may have different numbers of chunks. Therefore all sequences form one group, so
+    # that every rank evaluates the loss, with its collectives, exactly once.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
     sequences = call.sequence_count if grouped else 0
     return Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
@@ -125,8 +125,8 @@ def _grouping(call: HeadCall) -> Grouping:
 def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
     """`resolve_rows` for a sharded head.
 
-    The check of the targets needs the vocabulary size before the ranks exchange it. It assumes the size of
-    the last call, and runs again on all ranks if a rank assumed a wrong size (`VocabSizeChanged`).
+    The targets are checked before the ranks have exchanged the vocabulary size. The check assumes the size of
+    the last call. If a rank assumed a wrong size (`VocabSizeChanged`), all ranks repeat the check.
     """
     group = call.loss.tp_group
     code = Shards.code(call.weight, fp32_logits=call.fp32_logits)
@@ -145,13 +145,14 @@ def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
 
 
 def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
-    """Details and remedy of the error about targets outside the vocabulary; called only on failure.
+    """Return details and remedy of the error about targets outside the vocabulary. Called only on failure.
 
-    The remedy is to set `ignore_index` where all of these targets have one value that may mark padding.
+    If all invalid targets have one value that may mark padding, the remedy is to set `ignore_index` to this
+    value.
     """
     outside = marks[1]
     ids = targets[outside]
-    if not ids.numel():  # the wrong targets are on other ranks
+    if not ids.numel():  # the invalid targets are on other ranks
         return "", remedy
     wrong_mask = (ids == WRONG_MASK).sum().item()
     if wrong_mask:
@@ -162,7 +163,7 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     row = outside.nonzero()[0, 0].item()
     details = f": the least is {least}, the greatest {greatest}; "
     details += f"the first, {first}, is that of hidden's row {row}"
-    # Labels made for transformers mark padding with -100, other data with -1, for example.
+    # Labels for transformers mark padding with -100; other data may mark it with -1, for example.
     mark = -100 if (ids == -100).any() else least
     if mark != -100 and (least != greatest or least >= 0):
         return details, remedy

@@ -1,4 +1,4 @@
-"""A loss of logits on one chunk, and its gradient: `torch.func.grad_and_value` under `torch.compile`."""
+"""A `LogitsLoss` of one chunk and its gradient, by `torch.func.grad_and_value` under `torch.compile`."""
 
 import functools
 import sys
@@ -18,19 +18,19 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 
 class ChunkInputs(NamedTuple):
-    """The arguments of a loss of logits for one chunk, besides the logits."""
+    """The arguments of a `LogitsLoss` for one chunk, except the logits."""
 
     bias: Tensor | None  # (V,)
     targets: Tensor  # (n,)
     inputs: Mapping[
         str, Tensor | None
-    ]  # cut to the chunk; with `teacher_logits` (n, V') where the loss has a teacher
+    ]  # cut to the chunk; includes `teacher_logits` (n, V') if the loss has a teacher
     factors: UnitFactors  # 0-d tensors
     upstream: Tensor | None  # (n,) gradients of the values of an unreduced loss; None: ones
 
 
 class Evaluation(NamedTuple):
-    """The results of a loss of logits on one chunk."""
+    """The results of a `LogitsLoss` for one chunk."""
 
     total: Tensor  # 0-d, the differentiated scalar
     metrics: Sums
@@ -44,8 +44,8 @@ ChunkFunction = Callable[[Tensor, ChunkInputs], tuple[Tensor | None, Evaluation]
 def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | None) -> Evaluation:
     """Reduce the terms and metrics of a chunk.
 
-    With reduction="none" (`factors.loss` is None) the evaluation also has the unreduced values (n,), and its
-    total is their product with `upstream`, summed.
+    With reduction="none" (`factors.loss` is None), the evaluation also contains the unreduced values (n,),
+    and its total is sum(values * upstream).
     """
     losses, metrics = terms
     sums = metric_sums(metrics)
@@ -58,10 +58,13 @@ def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | No
 def chunk_function(
     loss: LossSpec, differentiate: bool, vocabulary: WholeVocabulary = WHOLE_VOCABULARY
 ) -> ChunkFunction:
-    """A loss as a function of one chunk of products, before the logit transform, in plain PyTorch."""
+    """Return the loss as a PyTorch function of one chunk of products (before the logit transform)."""
 
     def objective(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor, tuple]:
-        """(total, fields of an `Evaluation`); fields that are None are left out, as torch.func requires."""
+        """Return (total, fields of an `Evaluation`).
+
+        Fields that are None are omitted, as torch.func requires.
+        """
         z, _ = loss.head.logits(products, chunk.bias)
         inputs = dict(chunk.inputs)
         if inputs.get("teacher_logits") is not None:
@@ -79,7 +82,7 @@ def chunk_function(
         if not differentiate:
             return None, Evaluation(*objective(products, chunk)[1])
         if vocabulary.sharded:
-            # The collectives are autograd Functions that torch.func does not support.
+            # torch.func does not support the collectives, which are autograd Functions.
             gradients, (_, fields) = grad_and_value(
                 lambda leaves: objective(leaves["z"], chunk), {"z": products}
             )
@@ -95,10 +98,10 @@ def chunk_function(
 def compiled_chunk_function(
     loss: LossSpec, differentiate: bool, vocabulary: WholeVocabulary = WHOLE_VOCABULARY
 ) -> ChunkFunction:
-    """`chunk_function` under torch.compile; uncompiled, with a warning, if compiling this loss fails.
+    """Return `chunk_function` under torch.compile. If compiling the loss fails, it warns and runs uncompiled.
 
-    A loss with `tp_group` runs uncompiled, for its collectives, and is not cached, as the cache would keep
-    its process group alive.
+    A loss with `tp_group` runs uncompiled because of its collectives. It is not cached, because the cache
+    would keep its process group alive.
     """
     if vocabulary.sharded or loss.tp_group is not None:
         return chunk_function(loss, differentiate, vocabulary)
@@ -107,7 +110,10 @@ def compiled_chunk_function(
 
 @functools.lru_cache(maxsize=128)
 def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
-    """The compiled function of a loss, cached for the last 128; an evicted function frees its code."""
+    """The compiled function of a loss.
+
+    The last 128 are cached; an evicted function frees its compiled code.
+    """
     plain = chunk_function(loss, differentiate)
     # Dynamo limits the number of graphs per code object, so each loss gets a copy of the code object.
     plain.__code__ = plain.__code__.replace()
@@ -134,7 +140,7 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether the compiler raised the error; other errors, such as out of memory, belong to the call."""
+    """Whether the compiler raised the error. Other errors, such as out of memory, are errors of the call."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError
 
@@ -147,6 +153,6 @@ def _is_of_the_compiler(error: Exception) -> bool:
 
 
 def _stance(device: torch.device) -> AbstractContextManager:
-    """Context in which no function is compiled while a CUDA graph is captured: it runs uncompiled instead."""
+    """Context in which functions run uncompiled while a CUDA graph is captured, instead of being compiled."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return torch.compiler.set_stance("eager_on_recompile") if capturing else nullcontext()

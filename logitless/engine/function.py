@@ -1,18 +1,18 @@
-"""`FusedLinearBase`, the one autograd Function: from hidden states, head and targets to the loss.
+"""`FusedLinearBase`, the autograd Function that computes the loss from hidden states, head and targets.
 
 It runs in one of four modes:
 
-* `SOLVED`: the forward pass computes the loss and its gradients, the gradients up to a scalar factor. The
-  backward pass multiplies the gradients by this factor and the upstream gradient, and casts d_weight in the
-  same kernel.
-* `PER_TOKEN`: the forward pass returns per-token statistics, and the caller's loss of these statistics is
-  ordinary autograd. The backward pass receives the gradients of the statistics and recomputes the chunks of
-  logits. With a frozen head it recomputes nothing: it scales d logp / d hidden, which the forward pass saved.
-* `ACCUMULATE_IN_BACKWARD`: the forward pass computes the loss without gradients. The backward pass solves
-  the call and adds d_weight to the caller's main gradient. Between the two, no tensor of the size of d_weight
-  is kept.
-* `ACCUMULATE_IN_FORWARD`: the forward pass solves the call and adds d_weight to the main gradient
-  (`accumulate_now`).
+* `SOLVED`: the forward pass computes the loss, and its gradients up to a scalar factor. The backward pass
+  multiplies the gradients by this factor and by the upstream gradient, and casts d_weight in the same kernel.
+* `PER_TOKEN`: the forward pass returns per-token statistics, and ordinary autograd differentiates the
+  caller's function of these statistics. The backward pass receives the gradients of the statistics and
+  recomputes the chunks of logits. With a frozen head it does not recompute them, but scales d logp / d
+  hidden, which the forward pass saved.
+* `ACCUMULATE_IN_BACKWARD`: the forward pass computes the loss without gradients. The backward pass computes
+  loss and gradients, and adds d_weight to the caller's main gradient. Between both passes, no tensor of the
+  size of d_weight is kept.
+* `ACCUMULATE_IN_FORWARD`: the forward pass computes loss and gradients, and adds d_weight to the main
+  gradient (`accumulate_now`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ from logitless.errors import value_error
 
 
 class Mode(Enum):
-    """What the Function returns, and which pass computes the gradients."""
+    """The results of the Function, and the pass that computes the gradients."""
 
     SOLVED = "the loss, solved in the forward pass"
     PER_TOKEN = "per-token statistics"
@@ -58,7 +58,7 @@ class CallResult(NamedTuple):
     """The results of a public call."""
 
     loss: Tensor | None  # 0-d
-    metrics: Tensor | None  # (heads, 1 + metrics): each head's own loss, then its metrics
+    metrics: Tensor | None  # (heads, 1 + metrics): the loss of each head, then its metrics
     statistics: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
     plan: Plan | None  # None inside a compiled graph
 
@@ -70,7 +70,7 @@ _STAND_IN: ContextVar[StandIn | None] = ContextVar("stand_in", default=None)
 
 @contextmanager
 def replaced(stand_in: StandIn | None) -> Iterator[None]:
-    """Context in which eager calls of this thread run `stand_in` instead of the passes."""
+    """Context in which eager calls in this thread run `stand_in` instead of the passes."""
     token = _STAND_IN.set(stand_in)
     try:
         yield
@@ -89,7 +89,7 @@ def run_calls(
         main: (V, H) main gradient of the modes `ACCUMULATE_IN_BACKWARD` and `ACCUMULATE_IN_FORWARD`.
         grad_scale: factor of the gradients in these two modes.
     """
-    # `is_compiling` comes first, so that Dynamo does not trace the ContextVar.
+    # `is_compiling` is tested first, so that Dynamo does not trace the ContextVar.
     if not torch.compiler.is_compiling() and (stand_in := _STAND_IN.get()) is not None:
         return stand_in(heads, mode)
     signature, tensors, sequences = pack(heads)
@@ -105,7 +105,8 @@ def run_calls(
             None, None, dict(zip(loss.objective.statistic_names(loss), outputs, strict=True)), plan
         )
     value, metrics, *statistics = outputs
-    # With a main gradient there is no d_logps: the forward pass has no gradient, or one times grad_scale.
+    # With a main gradient there is no d_logps: the forward pass computes no gradient, or one scaled by
+    # grad_scale.
     named = dict(zip(passes.solved_names(loss), statistics)) if statistics else {}
     return CallResult(value, metrics, named, plan)
 
@@ -115,7 +116,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
 
     Returns:
         (outputs of the Function, tensors that the forward pass computed for the backward pass, `Rows`). The
-        rows are None where the backward pass does not use them or must choose them again.
+        rows are None if the backward pass does not use them, or must choose them again.
     """
     sequences = run.sequences
     per_token = run.mode is Mode.PER_TOKEN
@@ -139,27 +140,27 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
     solved = passes.solve(calls, fixed_dtypes=False)
     plan = solved.plan
-    if run.mode is Mode.ACCUMULATE_IN_BACKWARD:  # `signature` needs no gradients, the call does
+    if run.mode is Mode.ACCUMULATE_IN_BACKWARD:  # the call needs gradients, `signature` does not
         (call,) = unpack(run.signature, tensors, sequences)
         plan = passes.plan_into_main(call, solved)
     run.plans.append(plan)
     sums = [solved.gradients.sums.get(index) for index in range(len(signature.needs))]
-    # None: the factor is 1, and the host knows it, so no multiplication is needed.
+    # None: the host knows that the factor is 1, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
 
 def _without_d_logps(run: CallSpec, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The outputs without d_logps, which is the last one of a loss with `return_logps`."""
+    """Return the outputs without d_logps, the last output of a loss with `return_logps`."""
     return outputs[:-1] if run.signature.loss.return_logps else outputs
 
 
 class FusedLinearBase(torch.autograd.Function):
     """The passes under autograd: called directly in eager mode, as opaque operators under `torch.compile`.
 
-    The flow:
+    Steps:
 
-    1. A loss checks and flattens its arguments (`call.prepare`); `run_calls` packs the heads into a flat list
+    1. A loss checks and flattens its arguments (`call.prepare`). `run_calls` packs the heads into a flat list
        of tensors and a `Signature` (`packing.pack`), and applies this Function.
     2. `forward` unpacks the list into one `HeadCall` per head and runs a pass: `passes.solve` for a reduced
        loss, `passes.token_statistics` for statistics.
@@ -168,21 +169,24 @@ class FusedLinearBase(torch.autograd.Function):
        factor (`SOLVED`), or the packed tensors, the statistics and d logp / d hidden (`PER_TOKEN`).
     5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk; in `PER_TOKEN` with a trainable
        head it recomputes the chunks (`passes.token_gradients`).
-    6. `gradients.finish` multiplies each sum by deferred factor and upstream gradient and casts it to the
-       dtype of its tensor, in place where that dtype is the sum's and autograd does not keep the graph.
-    7. `backward` returns one gradient per trained tensor, and None for the others.
+    6. `gradients.finish` multiplies each sum by the deferred factor and the upstream gradient, and casts it
+       to the dtype of its tensor. This is done in place if the sum has this dtype and autograd does not
+       retain the graph.
+    7. `backward` returns one gradient per trained tensor, and None for all other tensors.
 
-    FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the Function sees
-    plain tensors. The autograd node of that gather averages d_weight over the ranks after step 7.
+    FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the arguments of the
+        Function are
+    plain tensors. The autograd node of this gather averages d_weight over the ranks after step 7.
 
     tp_group: `weight` is this rank's shard (V_r, H). The passes exchange statistics per token and all-reduce
     d_hidden; d_weight (V_r, H) is complete without a collective.
 
-    cp_group: `hidden` has the tokens of this rank's slices. Every rank gets the loss of whole sequences,
-    d_hidden of its own tokens, and its share of d_weight, which the caller sums over the group.
+    cp_group: `hidden` contains the tokens of this rank's slices. Every rank gets the loss of the whole
+        sequences, d_hidden
+    of its tokens, and its contribution to d_weight, which the caller sums over the group.
 
-    torch.compile: Dynamo traces `forward` and `backward`; each pass in them is one opaque operator
-    (`operators`), so that the chunk loop is not unrolled. There is no `Plan` in the results.
+    torch.compile: Dynamo traces `forward` and `backward`. Each pass in them is one opaque operator
+    (`operators`), so that the chunk loop is not unrolled. The results do not contain a `Plan`.
     """
 
     @staticmethod
@@ -220,9 +224,9 @@ class FusedLinearBase(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if not compiling and torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph: expected False, got True; logitless losses have no second derivative: where "
-                "you need one, differentiate F.cross_entropy(hidden @ weight.T, targets) or its like on full "
-                "logits."
+                "create_graph: expected False, got True; logitless losses have no second derivative. If you "
+                "need one, differentiate a function of the full logits, such as "
+                "F.cross_entropy(hidden @ weight.T, targets)."
             )
         gradients = [None] * len(ctx.trained)
         if any(grad is not None for grad in upstream):
@@ -232,7 +236,7 @@ class FusedLinearBase(torch.autograd.Function):
 
 def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     deferred, *sums = ctx.saved_tensors
-    # Without retain_graph the saved gradients may be scaled in place and returned.
+    # Without retain_graph, the saved gradients may be scaled in place and returned.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     factor = upstream[0] if deferred is None else deferred * upstream[0]
     return _finished(ctx, sums, factor, owned=owned)
@@ -278,7 +282,7 @@ def _backward_added(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> 
 
 
 def _by_index(run: CallSpec, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
-    """Gradients by index of the trained tensors: None for the weight, whose gradient is in `main`."""
+    """The gradients by index of the trained tensors; None for the weight, whose gradient is in `main`."""
     hidden, _, bias, _ = run.signature.parts[0].indices
     gradients = [None] * len(run.signature.needs)
     if run.signature.needs[hidden]:
@@ -297,7 +301,7 @@ BACKWARD = {
 
 
 def _finished(ctx, sums: Sequence[Tensor | None], factor: Tensor, *, owned: bool) -> list[Tensor | None]:
-    """Gradients of the trained tensors in their shapes and dtypes."""
+    """Return the gradients of the trained tensors, in the shapes and dtypes of these tensors."""
     needs = ctx.run.signature.needs
     wanted = [x.reshape(-1, x.shape[-1]) if need else None for x, need in zip(sums, needs, strict=True)]
     dtypes = [None if kind is None else kind[0] for kind in ctx.trained]

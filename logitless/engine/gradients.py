@@ -1,5 +1,6 @@
-"""Sums of the trained tensors' gradients over chunks and heads, up to the deferred factor; checks of
-`accumulate_into`, the main gradient, and of `accumulate_now`.
+"""Sums of the gradients over chunks and heads, up to the deferred factor.
+
+Also contains the checks of `accumulate_into` (the main gradient) and of `accumulate_now`.
 """
 
 import math
@@ -26,17 +27,17 @@ class SumDtypes(NamedTuple):
 
 
 def sum_dtypes(call: HeadCall, *, multi_head: bool, d_weight_in_stat_dtype: bool) -> SumDtypes:
-    """The dtypes of the sums of a head's gradients.
+    """Return the dtypes in which the gradients of a head are summed.
 
     Args:
         call: the head.
-        multi_head: whether the public call has other heads.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` if the loss has no `accum_dtype`:
-            over several chunks, and where the dtype must not depend on the number of chunks.
+        multi_head: whether the public call has several heads.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` if the loss has no `accum_dtype`.
+            True if there are several chunks, and if the dtype must not depend on the number of chunks.
     """
     weight = call.loss.accum_dtype
     if weight is None:
-        # In fp16 the sum may overflow where the mean, which is smaller, does not.
+        # In fp16 the sum may overflow although the mean does not.
         weight = call.stat_dtype if d_weight_in_stat_dtype or call.dtype == torch.float16 else call.dtype
     hidden = call.stat_dtype if multi_head else d_hidden_dtype(call.dtype)
     return SumDtypes(hidden, weight, call.stat_dtype)
@@ -74,23 +75,25 @@ class Sum:
 class Gradients:
     """The sums of d_hidden, d_weight, d_bias and the layers' gradients over the chunks and heads of a call.
 
-    With several heads, a tensor's gradient is summed in `stat_dtype`, d_weight in `accum_dtype` if the loss
-    has one. The gradient of a weight or bias that one head uses is cast to the tensor's dtype when this head
-    is done, so at most one such sum is alive. After this cast `finish` multiplies by the deferred power of
-    two, which is exact, and by the upstream gradient, which rounds a second time unless it is a power of two.
+    With several heads, the gradient of a tensor is summed in `stat_dtype`, or d_weight in `accum_dtype` if
+    the loss has one. The gradient of a weight or bias that only one head uses is cast to the dtype of the
+    tensor when this head is done, so that at most one such sum exists. After this cast, `finish` multiplies
+    by the deferred power of two, which is exact, and by the upstream gradient, which rounds a second time
+    unless it is a power of two.
 
     Args:
         calls: the heads, in order.
         fixed_dtypes: whether the dtypes of the sums must not depend on the number of tokens (in compiled
             graphs).
-        main: (V, H) main gradient to which d_weight is added, complete: the backward pass applies no factor
-            to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
+        main: (V, H) main gradient to which the complete d_weight is added: the backward pass does not apply a
+            factor to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it
+            again.
 
     Attributes:
         sums: the gradients up to `deferred`, by index of the trained tensor: (N, H), (V, H), (V, 1), or the
             shape of a layer's parameter.
-        deferred: the factor that the sums lack and the backward pass applies. 1.0 except in fp16. There it
-            is None at first: the first head chooses a power of two that keeps the gradients near 1.
+        deferred: the factor by which the backward pass multiplies the sums. It is 1.0 except in fp16. In fp16
+            it is None until the first head chooses a power of two that keeps the gradients near 1.
     """
 
     def __init__(self, calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None):
@@ -104,7 +107,7 @@ class Gradients:
         self._bias: Sum | None = None
 
     def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
-        """Begin a head: allocate the sums of its d_weight and d_bias, or find those of an earlier head."""
+        """Begin a head: allocate its sums of d_weight and d_bias, or reuse the sums of an earlier head."""
         needs = call.needs
         V, H = call.weight.shape
         _, weight, bias, _ = call.indices
@@ -145,8 +148,8 @@ class Gradients:
         if column.dtype == factor.dtype:
             head.accumulate(total, gradient, column[:, None], first=not self._bias.written)
         else:
-            # The factor as the sum of two numbers of the narrow dtype: one alone would round the factor of
-            # all tokens in the same direction, and the errors would add up.
+            # Represent the factor as the sum of two numbers of the narrow dtype. A single number would round
+            # the factor of all tokens in the same direction, and the errors would add up.
             pieces = torch.stack((column, (factor - column).to(column.dtype)), dim=1)
             shares = total.new_empty(total.shape[0], 2)
             accumulate(shares, gradient, pieces, first=True)
@@ -155,7 +158,7 @@ class Gradients:
         self._bias.written = True
 
     def close(self, call: HeadCall, head: Projection, deferred: float | Tensor) -> None:
-        """End a head: zero sums that no chunk wrote, add its d_hidden, cast sums that no later head uses."""
+        """End a head: zero sums that no chunk wrote, add d_hidden, and cast sums that no later head uses."""
         for total in (self._weight, self._bias):
             if total is not None and not total.written:
                 total.total.zero_()
@@ -180,10 +183,10 @@ class Gradients:
 def finish(
     gradients: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype], *, owned: bool
 ) -> list[Tensor | None]:
-    """`gradient * factor` for each gradient (n, m), cast to its entry of `dtypes`.
+    """Return `gradient * factor` for each gradient (n, m), cast to its entry of `dtypes`.
 
-    Computed in fp32, in one launch for all gradients; in place for a gradient that is `owned` and has that
-    dtype already.
+    Computed in fp32, in one launch for all gradients. With `owned`, gradients that already have the dtype are
+    scaled in place.
     """
     if torch.compiler.is_compiling():
         return [
@@ -200,16 +203,18 @@ def finish(
 
 
 def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale: float) -> None:
-    """Raise unless this call's backward pass can add the gradient of `weight` to `main`."""
+    """Raise TypeError or ValueError unless the backward pass of this call can add d_weight to `main`."""
     name = "accumulate_into"
     shape = tuple(call.weight.shape)
     stat = torch.promote_types(call.dtype, torch.float32)
     if not isinstance(main, Tensor):
         raise type_error(name, "a tensor", type(main).__name__, "pass the main gradient")
     if call.weight is not weight:
-        raise value_error(name, "a plain tensor as weight", type(weight).__name__, "leave it out")
+        remedy = "leave accumulate_into out"
+        raise value_error(name, "a torch.Tensor as weight", type(weight).__name__, remedy)
     if main.shape != shape:
-        raise value_error(name, f"weight's shape {shape}", tuple(main.shape), "one per weight")
+        remedy = f"allocate it with torch.zeros_like(weight, dtype={stat})"
+        raise value_error(name, f"weight's shape {shape}", tuple(main.shape), remedy)
     if main.dtype != stat:
         raise type_error(name, f"a {stat} tensor", main.dtype, "sum the micro-batches in full precision")
     if call.loss.accum_dtype not in (None, main.dtype):
@@ -238,12 +243,12 @@ def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale
 
 
 def check_now(grad_scale: float) -> None:
-    """Raise unless this call's forward pass runs once, and under autograd."""
+    """Raise ValueError unless the forward pass of this call runs exactly once, and under autograd."""
     name = "accumulate_now"
     remedy = "leave it out: accumulate_into alone adds in the backward pass"
     if not torch.is_grad_enabled():
         raise value_error(name, "a call under autograd", "one under torch.no_grad", remedy)
-    # A checkpoint inside a graph would run the forward pass again in the backward pass.
+    # An activation checkpoint in the graph would run the forward pass again in the backward pass.
     if torch.compiler.is_compiling():
         raise value_error(name, "an eager call", "one under torch.compile", remedy)
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

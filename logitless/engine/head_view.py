@@ -1,8 +1,8 @@
-"""LM heads that are passed as a module, or as a `HeadView`, instead of a weight.
+"""LM heads that are passed as a module or as a `HeadView` instead of a weight.
 
-`view_of` reads `nn.Linear` itself, and no subclass. A converter of `logitless.models` reads the modules of
-another package, and is imported with the first such module. Modules without a converter are refused, as
-their forward pass may compute anything.
+`view_of` reads the parameters of `nn.Linear`, but not of its subclasses. For modules of other packages, it
+uses a converter in `logitless.models`, which is imported at its first use. Modules without a converter are
+refused, because their forward pass may differ from `nn.Linear`.
 """
 
 import functools
@@ -18,11 +18,12 @@ from logitless.engine.operands import SplitHead
 from logitless.errors import type_error, value_error
 from logitless.parallel.groups import is_dtensor, local_parameter, sharded_like
 
-# The module with a function `view_of(module) -> HeadView`, by the package of the head's class.
+# Package of the head's class -> module with a function `view_of(module) -> HeadView`.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
 FSDP = "torch.distributed.fsdp"
 LEAVE_WHOLE = "leave the LM head out of quantization ({}), or dequantize it"
-# Remedy for a head that is refused, by package; heads of `transformers` are quantized layers.
+# Package of the head's class -> remedy for a head that is refused. Such heads of `transformers` are quantized
+# layers.
 REMEDIES = {
     "bitsandbytes": LEAVE_WHOLE.format("BitsAndBytesConfig(llm_int8_skip_modules=['lm_head'])"),
     "auto_gptq": LEAVE_WHOLE.format("lm_head=False"),
@@ -33,13 +34,13 @@ REMEDIES = {
 
 
 class LowRank(NamedTuple):
-    """A LoRA adapter of a head: adds x @ (scale * up @ down).T to the logits."""
+    """A LoRA adapter of a head, which adds x @ (scale * up @ down).T to the logits."""
 
     down: Tensor  # (r, H)
     up: Tensor  # (V, r)
     scale: float
-    bias: Tensor | None = None  # (V,), scaled too
-    dropout: Callable[[Tensor], Tensor] | None = None  # of its input
+    bias: Tensor | None = None  # (V,), multiplied by the scale as well
+    dropout: Callable[[Tensor], Tensor] | None = None  # applied to the input
 
 
 class HeadView(NamedTuple):
@@ -49,12 +50,13 @@ class HeadView(NamedTuple):
         weight: (V, H), a plain tensor or a DTensor.
         bias: (V,), a plain tensor or a DTensor; None for no bias.
         columns: the LoRA adapters of the head.
-        softcap: as the field of the losses; None for none.
-        logit_scale: as the field of the losses.
-        of_model: whether softcap and logit_scale come from a model. A loss with other values is refused.
-        in_shards: how a loss treats a DTensor weight. True: each rank keeps its rows, and the loss takes the
-            mesh dimension "tp" as `tp_group` if it has none. False: the weight is gathered, unless the loss
-            has a `tp_group`.
+        softcap: like the field of the losses; None: no softcap.
+        logit_scale: like the field of the losses.
+        of_model: whether softcap and logit_scale are read from a model. A loss with different values is then
+            refused.
+        in_shards: how a loss uses a DTensor weight. True: each rank keeps its rows, and a loss without
+            `tp_group` uses the mesh dimension "tp". False: the weight is gathered, unless the loss has a
+            `tp_group`.
     """
 
     weight: Tensor
@@ -67,7 +69,7 @@ class HeadView(NamedTuple):
 
     @property
     def options(self) -> dict[str, float | None]:
-        """Softcap and logit_scale as keyword arguments of a loss."""
+        """softcap and logit_scale as keyword arguments of a loss."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
 
     @property
@@ -83,7 +85,7 @@ class HeadView(NamedTuple):
         return self.weight.device
 
     def first(self, rows: int) -> "HeadView":
-        """The head cut to its first `rows` token ids."""
+        """Return the head with only the first `rows` token ids."""
         columns = tuple(
             x._replace(up=x.up[:rows], bias=None if x.bias is None else x.bias[:rows]) for x in self.columns
         )
@@ -91,17 +93,20 @@ class HeadView(NamedTuple):
         return self._replace(weight=self.weight[:rows], bias=bias, columns=columns)
 
     def split_like(self, weight: Tensor) -> "HeadView":
-        """The whole head as a DTensor that is sharded like `weight`: a view of this rank's rows, no copy."""
+        """Return the head as a DTensor that is sharded like `weight`.
+
+        Its shard is a view of this rank's rows.
+        """
         if is_dtensor(self.weight) or self.shape[0] != weight.shape[0]:
             return self
         bias = None if self.bias is None else sharded_like(self.bias, weight)
         return self._replace(weight=sharded_like(self.weight, weight), bias=bias)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-        """(hidden, weight, bias) of the product h·w + b.
+        """Return (hidden, weight, bias) of the product h·w + b.
 
-        With LoRA, hidden and weight are wider, [h, s·h·Aᵀ] and [W, B]; for a frozen W the weight is a
-        `SplitHead`, in which W gets no gradient.
+        With LoRA, hidden and weight have additional columns: [h, s·h·Aᵀ] and [W, B]. If W is frozen, the
+        weight is a `SplitHead`, in which W gets no gradient.
         """
         weight, bias = self.weight, self.bias
         if not self.columns:
@@ -113,7 +118,7 @@ class HeadView(NamedTuple):
             down, up, extra = (
                 local_parameter("weight", x, None) for x in (columns.down, columns.up, columns.bias)
             )
-            # PEFT keeps the adapters of a half-precision model in fp32
+            # PEFT keeps the adapters of a half-precision model in fp32.
             x = hidden.to(down.dtype)
             x = x if columns.dropout is None else columns.dropout(x)
             wide.append((nn.functional.linear(x, down) * columns.scale).to(hidden.dtype))
@@ -127,13 +132,13 @@ class HeadView(NamedTuple):
 
 
 def same_option(one: float | str | None, other: float | str | None) -> bool:
-    """Whether two softcaps or scales are equal up to rounding, as a model may divide by the inverse scale."""
+    """Whether two softcaps or scales are equal up to rounding: a model may divide by the inverse scale."""
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return math.isclose(one, other) if numbers else one == other
 
 
 def is_head(*arguments: object) -> bool:
-    """Whether any argument is a module or a view instead of a weight tensor."""
+    """Whether any argument is a module or a `HeadView` instead of a weight tensor."""
     for x in arguments:
         if isinstance(x, nn.Module | HeadView):
             return True
@@ -141,15 +146,20 @@ def is_head(*arguments: object) -> bool:
 
 
 def view_of(head: object, argument: str = "weight", *, called: bool = False) -> HeadView:
-    """The view of a head module, read at every call, as FSDP and PEFT replace parameters.
+    """Return a `HeadView` of a head module.
+
+    The parameters are read in every call, because FSDP and PEFT replace them.
 
     Args:
-        head: a module, or a view, which is returned unchanged.
-        argument: name of the argument, for errors.
-        called: whether the caller calls the module too, so that its hooks run; else hooks are refused.
+        head: a module; or a `HeadView`, which is returned unchanged.
+        argument: name of the argument, for error messages.
+        called: whether the caller also calls the module, so that its forward hooks run. If False, a module
+            with forward hooks or an overridden `forward` is refused.
 
     Raises:
-        TypeError: for a module of another class than `nn.Linear` without a converter.
+        TypeError: `head` is neither a module nor a `HeadView`, or a module of another class than `nn.Linear`
+            that has no converter.
+        ValueError: the module has forward hooks or an overridden `forward`, and `called` is False.
     """
     if isinstance(head, HeadView):
         return head
@@ -179,15 +189,15 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     if hooked:
         raise value_error(
             argument,
-            "a head whose forward pass is its own",
-            "one with hooks",
-            "remove them, or patch_model(model), which calls the head itself",
+            "a head without forward hooks and with its class's `forward`",
+            "a hooked or overridden one",
+            "remove the hooks, or use patch_model(model), which calls the head",
         )
     return HeadView(head.weight, head.bias)
 
 
 def _own_class(cls: type) -> tuple[type, bool]:
-    """(class of the module without the subclasses of FSDP2 and `exchange`, whether FSDP2 made one)."""
+    """(class of the module without the subclasses of FSDP2 and `exchange`, whether FSDP2 created one)."""
     # FSDP2 replaces the class by a subclass of FSDPModule and the original class.
     added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
     classes = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))
@@ -195,7 +205,10 @@ def _own_class(cls: type) -> tuple[type, bool]:
 
 
 def unviewed(x: Tensor, module: nn.Module) -> Tensor:
-    """`x` as an output of `module`: a view is copied if FSDP2 wraps the module, as FSDP2 warns of views."""
+    """Return `x` as an output of `module`.
+
+    If FSDP2 wraps the module, a view is copied, because FSDP2 warns of views.
+    """
     return x.clone() if _own_class(type(module))[1] and x._base is not None else x
 
 

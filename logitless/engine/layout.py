@@ -1,6 +1,6 @@
 """`SequenceLayout`: the sequences of a public call, and its inputs per sequence or per token.
 
-The shape of an input says whether it has one entry per sequence or per token (`is_per_sequence`).
+The shape of an input determines whether it has one entry per sequence or per token (`is_per_sequence`).
 """
 
 import torch
@@ -27,18 +27,18 @@ def is_per_sequence(
     Otherwise x should have one entry per token: the shape of the targets or, in a packed call, (1, N).
 
     Args:
-        name: the argument, for the error.
+        name: name of the argument, for error messages.
         x: the input.
         targets: (B, T), or packed (N,).
         sequences: the number of sequences of the call.
         sums: whether an entry per sequence is a sum over its tokens. The entry of a sequence of one token is
-            then read as an entry per token: dropped if the token is not supervised, as the sum over no tokens
-            is 0.
-        slices: with `cp_group`, whose ranks must agree: the slice of one rank may have as many tokens as
-            there are sequences.
+            then an entry per token, and is ignored if the token is not supervised, because the sum over no
+            tokens is 0.
+        slices: the slices of `cp_group`. All ranks must get the same result, although the slice of one rank
+            may have as many tokens as there are sequences.
 
     Raises:
-        ValueError: a packed call has as many tokens as sequences, and x has shape (N,), which is both.
+        ValueError: a packed call has as many tokens as sequences, and x has the ambiguous shape (N,).
     """
     packed = targets.dim() == 1
     flat = x.shape == (sequences,)
@@ -59,12 +59,12 @@ def is_per_sequence(
 
 
 def per_token_shape(x: Tensor, targets: Tensor) -> Tensor:
-    """x (1, N) of a packed call as (N,); anything else unchanged."""
+    """Return x (1, N) of a packed call as (N,), and any other x unchanged."""
     return x[0] if targets.dim() == 1 and x.shape == (1, *targets.shape) else x
 
 
 class SequenceLayout:
-    """The tokens and sequences of a call; expands inputs per sequence to their tokens."""
+    """The tokens and sequences of a call. It expands inputs per sequence to inputs per token."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class SequenceLayout:
             self.number = sequence_numbers(cu_seqlens, positions)
 
     def aligned(self, x: Tensor, last: float) -> Tensor:
-        """x aligned with hidden: shifted, if the call has `shift`; `last` fills the last positions."""
+        """Align x with hidden: shift it if the call has `shift`, with `last` at the last positions."""
         return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
 
     def is_per_sequence(self, name: str, x: Tensor, *, sums: bool = False) -> bool:
@@ -110,12 +110,12 @@ class SequenceLayout:
         return x.reshape(-1, 1).expand(self.targets.shape)
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
-        """x in targets' shape, detached, with `fill` for unsupervised tokens."""
+        """Return x in targets' shape, detached, aligned with hidden, with `fill` for unsupervised tokens."""
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
         else:
             x = per_token_shape(x, self.targets) if per_sequence else x
-            # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
+            # A single f-string, because Dynamo does not concatenate strings that depend on a dynamic shape.
             if x.shape != self.targets.shape:
                 shape = tuple(self.targets.shape)
                 either = f"{shape} or ({self.sequences},)" if per_sequence else f"{shape}"
@@ -128,7 +128,7 @@ class SequenceLayout:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(B,) supervised tokens of each sequence."""
+        """(B,) number of supervised tokens of each sequence."""
         if self.packed:
             counted = self.counted.to(self.dtype)
             lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
@@ -138,10 +138,10 @@ class SequenceLayout:
 
     @cached_property
     def shares(self) -> Tensor:
-        """(B,) 1 / supervised tokens of each sequence; 1 for a sequence without any."""
+        """(B,) 1 / number of supervised tokens of each sequence; 1 for a sequence that has none."""
         return self.lengths.clamp(min=1).reciprocal()
 
     @cached_property
     def share(self) -> Tensor:
-        """() 1 / supervised tokens of the call; 1 without any."""
+        """() 1 / number of supervised tokens of the call; 1 if there are none."""
         return self.lengths.sum().clamp(min=1).reciprocal()

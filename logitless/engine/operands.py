@@ -1,4 +1,4 @@
-"""The operands of a projection `(..., H) x (V, H)` and its targets, as a caller passes them; their checks."""
+"""Checks of the operands of a projection (..., H) x (V, H), and of its targets, masks and boundaries."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,19 @@ from logitless.kernels.head import targets as kernels
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Target of a token whose entry in an integer mask is neither 0 nor 1: not an id, so that `choose.py` finds it
-# as a fault.
+# Target of a token whose entry in an integer mask is neither 0 nor 1. It is not a valid id, so that
+# `choose.py` reports a fault.
 WRONG_MASK = torch.iinfo(torch.int64).min
 MASKS = "booleans, or integers that are 0 or 1"
 
 
 class SplitHead(NamedTuple):
-    """A `weight` of H frozen columns followed by r trained ones: LoRA on the head, with hidden [h, s·h·Aᵀ].
+    """A weight with H frozen columns followed by r trained columns: LoRA on the head, with hidden [h,
+    s·h·Aᵀ].
 
-    The product is with the concatenation (V, H + r), and d_weight is computed for the r trained columns
-    alone. The concatenation is a copy of V * (H + r) elements that lives as long as a pass: one product with
-    it is faster than two products whose results are added.
+    The product uses the concatenation (V, H + r), and d_weight is computed only for the r trained columns.
+    The concatenation is a copy of V * (H + r) elements, which exists during a pass. One product with the
+    concatenation is faster than two products whose results are added.
     """
 
     frozen: Tensor  # (V, H)
@@ -45,12 +46,15 @@ class SplitHead(NamedTuple):
 
 def check_operands(
     hidden: Tensor,  # (..., H)
-    weight: Tensor,  # (V, H), or the trained columns (V, r) beside the frozen ones
+    weight: Tensor,  # (V, H), or the trained columns (V, r) if there are frozen columns
     targets: Tensor,  # (...)
     bias: Tensor | None,  # (V,)
     frozen: Tensor | None = None,  # (V, H - r)
 ) -> torch.dtype:
-    """Check types, shapes, dtypes and devices, and return the dtype of the products (autocast's if on)."""
+    """Check types, shapes, dtypes and devices.
+
+    Return the dtype of the products (under autocast, its dtype).
+    """
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         fits = isinstance(x, Tensor) and x.dtype in FLOATS and x.layout == torch.strided
         if not fits and not (x is None and name == "bias"):
@@ -69,13 +73,13 @@ def check_operands(
     if head.shape[0] != weight.shape[0]:
         raise value_error(
             "weight",
-            "as many rows in both parts of a SplitHead",
+            "the same number of rows in both parts of a SplitHead",
             tuple(weight.shape),
-            "both are of the same vocabulary",
+            "both parts have the same vocabulary",
         )
     if rows[-1] != head.shape[1]:
-        # Only the hidden states of the frozen columns are checked: the width of the trained columns is
-        # that of the rest of hidden by construction.
+        # Only the width of the frozen columns is checked. The remaining columns of hidden match the trained
+        # columns by construction.
         raise value_error(
             "hidden",
             f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}",
@@ -117,7 +121,7 @@ def check_operands(
 
 
 def check_data(**tensors: Tensor) -> None:
-    """Refuse tensors on the meta device, which have no data."""
+    """Raise ValueError for tensors on the meta device, which have no data."""
     for name, x in tensors.items():
         if x.is_meta:
             raise value_error(
@@ -141,7 +145,7 @@ def _check_floats(name: str, x: object) -> None:
     dense = x.dtype in FLOATS and x.layout == torch.strided
     remedy = "dequantize it (or cast it) before the call"
     if name != "bias" and x.dtype in INTEGERS[:2] and x.layout == torch.strided:
-        # Token ids instead of floats: the arguments are probably in another order.
+        # These are token ids: the arguments are probably in the wrong order.
         remedy = "the order is (hidden, weight, targets), with the token ids last"
     if not dense:
         raise type_error(name, expected, got, remedy)
@@ -160,22 +164,25 @@ def _check_ids(targets: object) -> None:
 
 
 def holds_flags(x: Tensor) -> bool:
-    """Whether x is bool or integer; a float mask is refused, as it may be additive (0 keeps, -inf drops)."""
+    """Whether x is bool or integer.
+
+    Float masks are refused, as they may be additive (0 keeps, -inf drops).
+    """
     return x.dtype == torch.bool or x.dtype in INTEGERS
 
 
 def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None = None) -> Tensor:
-    """Targets with `ignore_index` where the mask is off, and `WRONG_MASK` where an integer one is not 0 or 1.
+    """Return targets with `ignore_index` where the mask is 0, and `WRONG_MASK` where it is neither 0 nor 1.
 
     Args:
         targets: (...) integers.
         mask: (...), bool or integers.
-        ignore_index: the new target of tokens whose mask is off.
-        weights: name of the call's argument for token weights, if it has one, for the error.
+        ignore_index: the new target of tokens with mask 0 (False).
+        weights: name of the call's argument for token weights, for the error message; None if it has none.
     """
     if mask.shape != targets.shape:
         raise value_error(
-            "mask", f"targets' shape {tuple(targets.shape)}", tuple(mask.shape), "give one entry per target"
+            "mask", f"targets' shape {tuple(targets.shape)}", tuple(mask.shape), "pass one entry per target"
         )
     if not holds_flags(mask):
         remedy = "pass mask != 0 if it holds 0 and 1, mask == 0 if it is additive (0 keeps, -inf drops)"
@@ -187,24 +194,25 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
 def supervised_where(
     mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device
 ) -> Tensor:
-    """Targets (...) for a call without labels: any id where the mask is on, else `ignore_index`."""
+    """Return targets (...) for a call without labels: a valid id if the mask is 1, else `ignore_index`."""
     any_id = 0 if ignore_index != 0 else 1
     every = torch.full(shape, any_id, dtype=torch.int64, device=device)
     return every if mask is None else masked(every, mask, ignore_index)
 
 
 def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens") -> Tensor:
-    """The boundaries of packed sequences as int64, on the device of the tokens.
+    """Check type, dtype and shape of the boundaries of packed sequences. Return them as int64 on the device
+    of `like`.
 
-    Every call that takes boundaries begins with this function. It checks type, dtype and shape. The values
-    are checked on the device, and the result is read with the number of supervised tokens
-    (`rows.compact_rows`). Until then the values may be wrong, and code that uses them must not index beyond
-    the tokens (see `sequence_numbers`).
+    Every call with boundaries begins with this function. The values of the boundaries are checked later, on
+    the device, and the result of this check is read together with the number of supervised tokens
+    (`rows.compact_rows`). Until then the values may be invalid, and code that uses them must not index out of
+    bounds (see `sequence_numbers`).
 
     Args:
         cu_seqlens: (sequences + 1,) integers.
         like: targets (N,) or hidden states (N, H) of the packed tokens.
-        name: name of the argument, for the error.
+        name: name of the argument, for error messages.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise type_error(name, "a tensor", type(cu_seqlens).__name__, f"pass torch.as_tensor({name})")
@@ -243,17 +251,18 @@ def check_packed(name: str, x: Tensor, dims: int, boundaries: str = "cu_seqlens"
 
 
 def sequence_numbers(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """The index of each packed position's sequence, in [0, sequences) even if the boundaries are wrong."""
+    """The sequence index of each packed position; in [0, sequences) even if the boundaries are invalid."""
     number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
     return number.clamp(max=cu_seqlens.shape[0] - 2)
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """x shifted left by one along `dim`: position i gets entry i + 1; the last of a sequence gets `last`.
+    """Shift x left by one along `dim`: position i gets entry i + 1, and the last of each sequence gets
+    `last`.
 
     Args:
         x: labels (..., T), or an input that is aligned with labels.
-        last: the value of the last position of every sequence.
+        last: the value at the last position of every sequence.
         dim: the dimension of the tokens.
         cu_seqlens: (sequences + 1,) `checked_boundaries` of packed sequences; None: each row of x is one
             sequence.

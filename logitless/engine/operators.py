@@ -2,9 +2,9 @@
 
 Without operators, Dynamo would unroll the chunk loop into a new graph for every number of tokens.
 
-An operator takes the tensors of a packed call, the number of sequences, and a key that names the constants of
-the graph (see `Signature`). It returns a fixed number of tensors whose dtypes do not depend on the number of
-tokens; an empty tensor stands for None.
+An operator takes the tensors of a packed call, the number of sequences, and a string key for the constants of
+the graph (see `Signature`). It returns a fixed number of tensors, whose dtypes do not depend on the number of
+tokens. An empty tensor represents None.
 """
 
 import copy
@@ -27,9 +27,10 @@ from logitless.errors import value_error
 
 # -- Names of the constants of a graph
 
-# A compiled graph holds the key of its call as a string, and there is no event when the graph is freed: a
-# backward pass, an exported program and a graph that constructs its loss run without a live loss object. So
-# entries are never removed: one for each different call that was compiled. Eager calls add none.
+# A compiled graph contains the key of its call as a string. A backward pass, an exported program and a graph
+# that constructs its loss run without a live loss object, and there is no event when a graph is freed.
+# Therefore entries are never removed. There is one entry for each different call that was compiled; eager
+# calls add no entries.
 _SIGNATURES: dict[str, "Registered"] = {}
 _LOSSES: dict[str, LossSpec] = {}
 _GROUPS: dict[str, dict[str, weakref.ref]] = {}
@@ -39,13 +40,16 @@ _NUMBERS = itertools.count()
 
 
 class Registered(NamedTuple):
-    """A signature whose loss has no process groups; weak references to the groups, which must not be kept."""
+    """A signature whose loss has no process groups, and weak references to the groups.
+
+    A strong reference would keep a process group alive.
+    """
 
     signature: Signature
     groups: Mapping[str, weakref.ref]  # by field name of the loss
 
     def complete(self) -> Signature:
-        """The signature with its groups; ValueError if a group was destroyed."""
+        """Return the signature with its process groups. Raises ValueError if a group was destroyed."""
         if not self.groups:
             return self.signature
         groups = {name: reference() for name, reference in self.groups.items()}
@@ -67,9 +71,9 @@ def signature_of(key: str) -> Signature:
 
 
 def constant_in_graphs(function):
-    """Make Dynamo call the function while tracing and treat its result as a constant.
+    """Decorator: Dynamo calls the function while tracing, and treats its result as a constant.
 
-    `torch.compiler.assume_constant_result` sets the same attribute, but imports all of Dynamo.
+    `torch.compiler.assume_constant_result` sets the same attribute, but imports Dynamo.
     """
     function._dynamo_marked_constant = True
     return function
@@ -85,7 +89,7 @@ def _registered(
     module: str,
     add_targets: bool,
 ) -> str:
-    """The key of a signature, given the names of its loss and module."""
+    """Register a signature, and return its key. `loss` and `module` are names in graphs."""
     key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}, {add_targets}"
     with _LOCK:
         if key not in _SIGNATURES:
@@ -98,14 +102,14 @@ def _registered(
 
 
 def register_loss(loss: LossSpec) -> str:
-    """The name in graphs of a loss that was constructed outside of them: its identity."""
+    """Register a loss that was constructed outside of graphs, and return its name in graphs: its identity."""
     values = [getattr(loss, field.name) for field in fields(loss)]
     return _register(type(loss), values, loss.identity)
 
 
 @constant_in_graphs
 def _register_values(loss: type, values: tuple) -> str:
-    """The name of a loss that is constructed inside a graph, from its class and field values."""
+    """Register a loss that a graph constructs from these field values, and return its name in graphs."""
     return _register(loss, values, f"{loss.__module__}.{loss.__qualname__}{values} made in a graph")
 
 
@@ -121,7 +125,7 @@ def _register(loss: type, values: Sequence, name: str) -> str:
 
 
 def _restored(loss: type, values: Sequence, identity: str):
-    """A loss from the values of its fields, without its checks."""
+    """Construct a loss from the values of its fields, without checks."""
     made = object.__new__(loss)
     object.__setattr__(made, "identity", identity)
     for field, value in zip(fields(loss), values, strict=True):
@@ -135,8 +139,10 @@ def _part(plain: tuple) -> Part:
 
 
 def register_module(module: nn.Module) -> str:
-    """The name in graphs of a module with layers. A copy on the meta device is kept, as the graph passes the
-    module's tensors."""
+    """Register a module with layers, and return its name in graphs.
+
+    A copy on the meta device is kept, because the graph passes the tensors of the module.
+    """
     memo = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in module.parameters()}
     memo |= {id(x): x.to("meta") for x in module.buffers()}
     name = f"{type(module).__qualname__}#{next(_NUMBERS)}"
@@ -145,7 +151,7 @@ def register_module(module: nn.Module) -> str:
 
 
 def graph_key(signature: Signature) -> str:
-    """The key of a signature. Dynamo traces this function, and guards on the loss and the module in it."""
+    """Return the key of a signature. Dynamo traces this function, and guards on the loss and the module."""
     loss, dtype, needs, parts, autocast, module, add_targets = signature
     if loss.identity:
         name = loss.name_in_graphs()
@@ -154,7 +160,7 @@ def graph_key(signature: Signature) -> str:
     plain = tuple([(part.coefficient, tuple(part.indices), part.head, part.names) for part in parts])
     layers = ""
     if module is not None:
-        id(module)  # makes Dynamo guard on the module's identity: another instance may compute otherwise
+        id(module)  # makes Dynamo guard on the identity of the module: another instance may differ
         layers = module.name_in_graphs()
     return _registered(name, dtype, needs, plain, autocast, layers, add_targets)
 
@@ -175,7 +181,7 @@ def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tenso
 
 
 def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
-    """The sums of gradients by index of `count` trained tensors; empty where a tensor needs none."""
+    """The sums of gradients by index of `count` trained tensors; an empty tensor if no gradient is needed."""
     like = calls[0].hidden
     sums = finished_sums(calls)
     nothing = torch.Size((0,)), calls[0].stat_dtype
@@ -186,7 +192,7 @@ def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
 
 @torch.library.custom_op("logitless::solve", mutates_args=())
 def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
-    """[loss, metrics, *tokens, deferred, *sums of gradients]"""
+    """Run `passes.solve`. Returns [loss, metrics, *tokens, deferred, *sums of gradients]."""
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
         solved = passes.solve(calls, fixed_dtypes=True)
@@ -210,7 +216,7 @@ def _(tensors, sequences, key):
 
 @torch.library.custom_op("logitless::statistics", mutates_args=())
 def statistics_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
-    """[d logp / d hidden, *statistics]"""
+    """Run `passes.token_statistics`. Returns [d logp / d hidden, *statistics]."""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
         statistics = passes.token_statistics(call)
@@ -242,7 +248,7 @@ def gradients_op(
     sequences: int,
     key: str,
 ) -> list[Tensor]:
-    """[deferred, *sums of gradients]"""
+    """Run `passes.token_gradients`. Returns [deferred, *sums of gradients]."""
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
         cached_grad = dlogp_dhidden if passes.keeps_dlogp_dhidden(calls[0]) else None
@@ -262,7 +268,7 @@ def _(tensors, dlogp_dhidden, statistics, upstream, sequences, key):
 def token_gradients(
     call: HeadCall, statistics, upstream, dlogp_dhidden, rows, *, fixed_dtypes: bool
 ) -> tuple[Tensor, Gradients]:
-    """`passes.token_gradients`, from statistics and upstream gradients in the order of `statistic_names`."""
+    """Run `passes.token_gradients`. `statistics` and `upstream` are in the order of `statistic_names`."""
     loss = call.loss
     objective = loss.objective
     named = list(zip(objective.statistic_names(loss), statistics, upstream, strict=True))
@@ -278,7 +284,7 @@ def token_gradients(
 def accumulate_op(
     main: Tensor, grad_scale: float, tensors: Sequence[Tensor | None], sequences: int, key: str
 ) -> tuple[Tensor, Tensor]:
-    """(d_hidden, d_bias), complete; adds the weight's gradient to `main`."""
+    """Add d_weight to `main`. Returns (d_hidden, d_bias), complete: no factor is missing."""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
         _, d_hidden, d_bias = accumulate(call, main, grad_scale, fixed_dtypes=True)
@@ -298,7 +304,7 @@ def _(main, grad_scale, tensors, sequences, key):
 def accumulate(
     call: HeadCall, main: Tensor, grad_scale: float, *, fixed_dtypes: bool
 ) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
-    """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
+    """Solve a call and add d_weight to `main`. Returns (solved, complete d_hidden, complete d_bias)."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], fixed_dtypes=fixed_dtypes, main=main)
     gradients = solved.gradients
     hidden, _, bias, _ = call.indices
@@ -314,11 +320,11 @@ _PLAIN_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch
 
 
 def plain_dispatch():
-    """Context in which autograd and `torch.func` work inside an operator's body.
+    """Context in which autograd and `torch.func` work inside the body of an operator.
 
     The dispatcher calls the body with the autograd and functorch keys masked out, and in the first run of a
-    compiled graph inside a dispatch mode; differentiating there fails with "Cannot access data pointer of
-    Tensor that doesn't have storage". The guard restores the dispatch state of eager code. (Tracing the
-    gradient with make_fx instead would cost a trace per loss and shape class.)
+    compiled graph also inside a dispatch mode. Differentiation then fails with "Cannot access data pointer of
+    Tensor that doesn't have storage". The guard restores the dispatch state of eager code. (The alternative,
+    tracing the gradient with make_fx, would cost a trace per loss and class of shapes.)
     """
     return torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH)

@@ -1,6 +1,7 @@
-"""Pack a public call into a flat list of tensors and a `Signature`, as autograd and the operators take it.
+"""Pack a public call into a flat list of tensors and a `Signature`, for the autograd Function and the
+operators.
 
-Only this module knows the order of the tensors.
+Only this module depends on the order of the tensors.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from logitless.engine.call import HeadCall, Layers, Needs, TrainedIndices
 from logitless.engine.sampling_mask import Sets
 from logitless.engine.spec import LossSpec
 
-# In the place of the sets in a call without a sampling mask.
+# Placeholders for the sets in a call without a sampling mask.
 NO_SETS = (None,) * len(Sets._fields)
 
 
@@ -22,7 +23,7 @@ class Part(NamedTuple):
 
     coefficient: float
     indices: TrainedIndices
-    head: int | None  # index k of the head's layers, `module.blocks(k)`; None without layers
+    head: int | None  # index k of the layers in front of the head, `module.blocks(k)`; None without layers
     names: tuple[str, ...]  # names of the layers' tensors
 
 
@@ -34,18 +35,18 @@ class Signature(NamedTuple):
     needs: tuple[bool, ...]  # which of the trained tensors, the first ones of a packed call, need a gradient
     parts: tuple[Part, ...]
     autocast: bool
-    module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
+    module: nn.Module | None  # the parts run its `blocks(head)`, with the tensors of the call
     add_targets: bool = False  # see `HeadCall`
 
     def without_gradients(self) -> "Signature":
-        """The signature of the same call in which no tensor needs a gradient."""
+        """Return the signature of the same call with no tensor that needs a gradient."""
         return self._replace(needs=(False,) * len(self.needs))
 
 
 def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int]:
-    """Pack the heads of one public call: (signature, tensors, number of sequences).
+    """Pack the heads of one public call. Returns (signature, tensors, number of sequences).
 
-    A tensor that several heads use is packed once, and gets one gradient.
+    A tensor that several heads share is packed once, and gets a single gradient.
     """
     trained: list[Tensor] = []
     parts = []
@@ -77,7 +78,7 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
 
 
 def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[HeadCall]:
-    """The heads of a packed call: the inverse of `pack`."""
+    """Return the heads of a packed call. The inverse of `pack`."""
     loss = signature.loss
     needs = signature.needs
     heads = len(signature.parts)

@@ -1,6 +1,8 @@
-"""The three passes over a call: solve it, return per-token statistics, compute gradients from theirs.
+"""The three passes over a call: `solve`, `token_statistics` and `token_gradients`.
 
-The passes run eagerly and below autograd. In a compiled graph they are the body of an opaque operator.
+`solve` computes the loss and its gradients. `token_statistics` computes per-token statistics, and
+`token_gradients` the gradients of the operands from the gradients of these statistics. The passes run
+eagerly, below autograd. In a compiled graph, each is the body of an opaque operator.
 """
 
 import math
@@ -26,7 +28,8 @@ from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head.scale import scale
 
-# Rows that `scale_cached_grad` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
+# Number of rows that `scale_cached_grad` scales at a time. Its temporaries (rows, H) are small compared with
+# d_hidden.
 SCALED_ROWS = 2048
 
 
@@ -35,9 +38,9 @@ class Solved:
     """The loss of a call, and its gradients up to a deferred factor."""
 
     loss: Tensor  # 0-d
-    metrics: Tensor  # (heads, 1 + metrics): the head's own loss without its coefficient, then its metrics
+    metrics: Tensor  # (heads, 1 + metrics): the loss of each head without its coefficient, then its metrics
     tokens: list[Tensor]  # (N,) per-token statistics, in the order of `solved_names`
-    deferred: float | Tensor  # factor that the gradients lack; 0-d where it is a tensor
+    deferred: float | Tensor  # the factor by which the gradients must still be multiplied; a number, or 0-d
     gradients: Gradients
     plan: Plan  # of the last head
     rows: Rows  # of the last head
@@ -59,8 +62,8 @@ class Solved:
 class Statistics:
     """Per-token statistics of a call."""
 
-    named: dict[str, Tensor]  # by name: (N,) per token, 0 where ignored; or 0-d
-    dlogp_dhidden: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
+    named: dict[str, Tensor]  # by name: (N,) per token, 0 for ignored tokens; or 0-d
+    dlogp_dhidden: Tensor | None  # (N, H) d logp / d hidden, if the plan keeps it
     rows: Rows
     plan: Plan
 
@@ -97,7 +100,8 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
             scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
         total, head_metrics = settled(call, objective.reports, factors.metrics)
-        # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read.
+        # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read
+        # back.
         is_one = isinstance(deferred, float) and deferred == 1.0
         losses.append(total if is_one else total * deferred)
         head_loss = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
@@ -121,7 +125,7 @@ def plan_into_main(call: HeadCall, solved: Solved) -> Plan:
 
 
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
-    """Names of the per-token statistics that a solved loss also returns, in order, as its options say."""
+    """Names of the per-token statistics that `solve` also returns, in order. They depend on the options."""
     if loss.return_logps:
         return (*loss.objective.statistic_names(loss), "d_logps")
     return ("predictions",) if loss.return_predictions else ()
@@ -142,7 +146,11 @@ def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | 
 
 
 def token_statistics(call: HeadCall) -> Statistics:
-    """Per-token statistics, and d logp / d hidden where that spares recomputing the logits (frozen head)."""
+    """Compute per-token statistics.
+
+    With a frozen head, also compute d logp / d hidden, so that the backward pass need not recompute the
+    logits.
+    """
     return over_rows(call, _token_statistics)
 
 
@@ -201,7 +209,8 @@ def token_gradients(
         return one, gradients
     deferred = one
     if gradients.deferred is None:
-        # Divide by a power of two so that the largest upstream gradient is near 1; `finish` multiplies again.
+        # Divide by a power of two so that the largest upstream gradient is near 1. `finish` multiplies by it
+        # again.
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in grads.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         grads = {name: x / deferred for name, x in grads.items()}
@@ -215,8 +224,7 @@ def token_gradients(
 
 
 def objective_of(call: HeadCall) -> type[Objective]:
-    """The class of the call's objective: the one that the loss names, or `ReplayObjective` if the call has a
-    sampling mask."""
+    """The objective class of a call: `ReplayObjective` with a sampling mask, else that of the loss."""
     return call.loss.objective if call.sets is None else ReplayObjective
 
 
@@ -228,8 +236,11 @@ def projection_of(plan: Plan) -> type[Projection]:
 
 
 def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
-    """Strategy cached_grad: write d_hidden to `out` (N, H), from `dlogp_dhidden` (N, H) and the gradients of
-    the objective. `out` may be `dlogp_dhidden`."""
+    """Compute d_hidden from `dlogp_dhidden` (N, H) and the gradients of the statistics (strategy
+    cached_grad).
+
+    Writes d_hidden to `out` (N, H), which may be `dlogp_dhidden`.
+    """
     rows = objective.rows
     factor = objective.cached_grad_factor()
     if factor is not None:
@@ -247,7 +258,7 @@ def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, 
 
 
 def keeps_dlogp_dhidden(call: HeadCall) -> bool:
-    """Whether a call that returns per-token statistics keeps d logp / d hidden with them."""
+    """Whether a call that returns per-token statistics also keeps d logp / d hidden."""
     hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
     hidden_alone = hidden_alone and call.sets is None
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
@@ -256,16 +267,17 @@ def keeps_dlogp_dhidden(call: HeadCall) -> bool:
 def plan_for(
     call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, d_weight_in_stat_dtype: bool = False
 ) -> Plan:
-    """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default budget.
+    """Make the plan of a pass: its strategy, and chunks within `logits_budget` or the default budget of the
+    device.
 
-    The budget counts memory of size [C, V]. The [C, H] features and d_features of a chunk are not counted:
-    they are as small as the (N, H) tensors of the call.
+    The budget limits memory of size (C, V). The features and d_features (C, H) of a chunk are not counted,
+    because they are no larger than the (N, H) tensors of the call.
 
     Args:
         call: the call.
         rows: the rows to project.
-        purpose: which pass.
-        heads: how many heads the public call has.
+        purpose: the kind of the pass.
+        heads: number of heads of the public call.
         d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
     """
     loss = call.loss
@@ -278,7 +290,7 @@ def plan_for(
         row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
     replay = rows.replay
     if replay is not None and replay.picked and call.fp32_logits:
-        row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, of stored logits
+        row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, for stored logits
     if budget - fixed < row_bytes:
         warn_once(
             loss,
@@ -292,9 +304,9 @@ def plan_for(
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.STATISTICS and call.trainable and not keeps_dlogp_dhidden(call)
     spared = 0
-    # Memory of a sum of d_weight in a wider dtype, which a single chunk does not need. It counts in
-    # Pass.STATISTICS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does
-    # not count, as d_weight is in fp32 in any case.
+    # Memory for the sum of d_weight in a wider dtype, which a single chunk does not need. It is also counted
+    # in Pass.STATISTICS, so that this pass has the same chunks as the Pass.GRADIENTS that follows. In fp16 it
+    # is not counted, because d_weight is always fp32.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
     if summed and not d_weight_in_stat_dtype and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize

@@ -1,11 +1,12 @@
-"""The plan of a pass: strategy and chunks, from shapes, budget, scope and what needs a gradient.
+"""The plan of a pass: its strategy and its chunks.
 
-A plan is a list of steps over rows. Rows are the supervised tokens (all tokens with `compact=False`), and
-the rows of a group are adjacent. A step projects its rows to logits. It may then *read* (compute per-token
-statistics of the logits), *evaluate* (compute the loss on a span of rows, and its gradient with respect to
-the statistics), and *write* (overwrite the logits with their gradient, and compute d_hidden and d_weight from
-it). Every strategy is such a list. In a pass that solves a call (`Pass.SOLVE`), with the number of products
-if hidden and weight are trained, or hidden alone with a frozen head:
+A plan depends on shapes, budget, the scope of the loss, and the tensors that need a gradient. It is a list of
+steps over rows. The rows are the supervised tokens (all tokens with `compact=False`), and the rows of a group
+are adjacent. A step projects its rows to logits. It may then *read* (compute per-token statistics of the
+logits), *evaluate* (compute the loss of a span of rows, and its gradient with respect to the statistics), and
+*write* (overwrite the logits with their gradient, and compute d_hidden and d_weight from it). Every strategy
+is a list of such steps. The list below is for a pass that solves a call (`Pass.SOLVE`). The number of
+products is for trained hidden states and weight; with a frozen head, only hidden is trained:
 
     fused, resident   read + evaluate + write, chunk by chunk                     3 products; frozen head 2
     recompute         read ... read + evaluate all of it, then write ... write    4 products
@@ -36,7 +37,7 @@ class Pass(Enum):
 
 
 class BudgetWarning(UserWarning):
-    """Warning: the logits budget forces a slower plan, or cannot hold even one row."""
+    """Warning that the logits budget requires a slower plan, or is smaller than one row."""
 
 
 class Span(NamedTuple):
@@ -49,7 +50,7 @@ class Span(NamedTuple):
 
 
 class Kind(Enum):
-    """How the rows of a step are computed; see `replay.py`."""
+    """The way in which the rows of a step are computed; see `replay.py`."""
 
     PLAIN = "their logits are projected"
     PICKED = "projected, and the logits of their kept ids picked"
@@ -57,26 +58,26 @@ class Kind(Enum):
 
 
 class Step(NamedTuple):
-    """A chunk of rows `start:stop` and the operations on its logits; a step without rows may evaluate."""
+    """A chunk of rows `start:stop` and the operations on its logits. A step without rows may evaluate."""
 
     start: int
     stop: int
     read: bool = False
     write: bool = False
-    evaluate: Span | None = None  # rows of the loss, often others than the chunk's
+    evaluate: Span | None = None  # rows of which the loss is computed; may differ from the chunk's
     kind: Kind = Kind.PLAIN
 
 
 class Replayed(NamedTuple):
-    """The rows of a call with a sampling mask, by kind (see `replay.py`); the host's numbers of its sync."""
+    """The number of rows of each kind in a call with a sampling mask; see `replay.py`."""
 
     plain: int
     picked: int
     gathered: int
     certain: int
-    tokens: int | None  # rows with a set; None with compact=False, where only the device knows
-    kept_ids: int | None  # ids of all sets
-    single: int | None  # sets of one id
+    tokens: int | None  # rows with a set; None with compact=False, as the host does not know the number
+    kept_ids: int | None  # number of ids in all sets
+    single: int | None  # number of sets with one id
 
     @property
     def rows(self) -> int:
@@ -104,24 +105,24 @@ class Plan:
         strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed" (resident and
             recompute groups: `parts`).
         steps: the chunks, in order.
-        rows: projected tokens: the supervised ones, or all with `compact=False`.
-        row_bytes: bytes of one row of logits and of its temporaries.
-        budget: bytes that a chunk may take: `logits_budget` less `fixed_bytes`.
-        chunks: number of chunks of logits that are projected; a chunk that is projected twice in this pass
+        rows: number of projected tokens: the supervised tokens, or all tokens with `compact=False`.
+        row_bytes: bytes of one row of logits and its temporaries.
+        budget: maximum number of bytes of a chunk: `logits_budget` minus `fixed_bytes`.
+        chunks: number of chunks of logits that are projected. A chunk that is projected twice in this pass
             counts twice.
         token_chunk: rows of the largest chunk.
         parts: the strategies of the groups, if they differ.
-        columns: number of logits that are computed per row; 0 if the logits of all ids are.
-        backward: number of products for the gradient of a chunk: one for d_hidden, one for d_weight.
-        later: number of products per row that the backward pass adds where the forward pass computes only
-            statistics (`reduction="none"`); 0 in other calls.
-        fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
-        heads: number of heads of the call; the plan is that of the last head.
-        logits: the dtype in which the statistics read the logits, such as "bfloat16" for rounded logits, or
-            "float32" for the accumulators of the product.
-        replay: the number of tokens of each kind, in a call with a sampling mask; `rows` counts the projected
-            tokens alone.
-        in_backward: the plan of the backward pass, where the backward pass projects every chunk again and
+        columns: number of logits that are computed per row; 0: the logits of all ids.
+        backward: number of products for the gradient of a chunk: one for d_hidden and one for d_weight.
+        later: number of products per row in the backward pass if the forward pass only computes statistics
+            (`reduction="none"`); 0 in other calls.
+        fixed_bytes: bytes of `logits_budget` for temporaries that do not depend on the number of rows.
+        heads: number of heads of the call. The plan is that of the last head.
+        logits: dtype of the logits from which the statistics are computed, such as "bfloat16" for rounded
+            logits, or "float32" for the accumulators of the product.
+        replay: the number of tokens of each kind, in a call with a sampling mask. `rows` then counts only the
+            projected tokens.
+        in_backward: the plan of the backward pass, if the backward pass projects every chunk again and
             computes the gradients (`accumulate_into` without `accumulate_now`); else None. The attributes
             above then describe the forward pass.
     """
@@ -145,22 +146,22 @@ class Plan:
 
     @property
     def replayed(self) -> int | None:
-        """Tokens with a set of kept ids; None without a sampling mask, and with compact=False."""
+        """Number of tokens with a set of kept ids; None without a sampling mask or with compact=False."""
         return None if self.replay is None else self.replay.tokens
 
     @property
     def certain(self) -> int | None:
-        """Tokens whose set has one id; None where `replayed` is."""
+        """Number of tokens whose set has one id; None if `replayed` is None."""
         return None if self.replay is None else self.replay.single
 
     @property
     def kept_ids(self) -> int | None:
-        """Ids of all sets; None where `replayed` is."""
+        """Number of ids in all sets; None if `replayed` is None."""
         return None if self.replay is None else self.replay.kept_ids
 
     @property
     def d_weight_parts(self) -> int:
-        """Number of parts of which d_weight is the sum, an upper bound: chunks, and gathered rows."""
+        """Upper bound of the number of parts (chunks, gathered rows) that are summed to d_weight."""
         return self.chunks + sum(step.kind is Kind.GATHERED for step in self.steps)
 
     @property
@@ -169,8 +170,9 @@ class Plan:
 
     @property
     def products(self) -> float:
-        """Products with the head per projected token, of the forward and the backward pass together; 0 for
-        gathered columns. With a sampling mask per supervised token, so 0 where every token has a small set.
+        """Products with the head per projected token, in forward and backward pass; 0 for gathered columns.
+
+        With a sampling mask, the average over all supervised tokens; 0 if every token has a small set.
         """
         if self.in_backward is not None:
             return replace(self, in_backward=None).products + self.in_backward.products
@@ -186,7 +188,7 @@ class Plan:
         return self.describe()
 
     def describe(self) -> str:
-        """The plan in one line, as `print(out.plan)` shows it: both passes with `accumulate_into`."""
+        """Describe the plan in one line, for `print(out.plan)`. With `accumulate_into`, both passes."""
         if self.in_backward is not None:
             passes = replace(self, in_backward=None).describe(), self.in_backward.describe()
             total = f", {self.products:.3g} products in all" if self.products else ""
@@ -201,7 +203,8 @@ class Plan:
         fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         replayed = "" if self.replay is None else self.replay.describe()
-        # Statistics over kept ids are compared with a server's; both must read logits of the same dtype.
+        # Statistics over kept ids are compared with those of a server, which must use logits of the same
+        # dtype.
         logits = f", logits in {self.logits}" if self.replay is not None else ""
         return (
             f"{head}{replayed}{gathered}{self.strategy}{parts}: "
@@ -214,41 +217,46 @@ def _counted(number: int | str, what: str) -> str:
     return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
-# Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight
-# summed in fp32, 4,096 rows cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,536 rows
-# 7-10%, 1,024 rows 11.8-16.7%; others vary by 10%.
+# Chunk sizes whose products are fast for every shape of `python -m benchmarks gemm`. On an H200 with d_weight
+# summed in fp32, 4,096 rows take 0.0-1.3% more time than the best size for the shape, 2,048 rows 1.4-5.1%,
+# 1,536 rows 7-10%, and 1,024 rows 11.8-16.7%. The times of other sizes vary by 10%.
 GOOD_CHUNKS = (4096, 2048, 1536, 1024, 512)
 # Rows of a tile of the products.
 TILE = 128
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: all rows if they fit, else the largest of `GOOD_CHUNKS` that fits, else equal chunks
-    of as many rows as fit."""
+    """Return the number of rows of a chunk.
+
+    It is the largest of `GOOD_CHUNKS` that fits into the budget, enlarged by at most 1/8 if that avoids a
+    small last chunk, and at most `rows`. If none of `GOOD_CHUNKS` fits, the rows are divided into equal
+    chunks that fit.
+    """
     capacity = max(1, budget // row_bytes)
     good = next((size for size in GOOD_CHUNKS if size <= capacity), None)
     if rows <= (good or capacity):
         return max(1, rows)
     if good is None:
         return -(-rows // -(-rows // capacity))
-    # Slightly larger chunks cost less than a last chunk of few rows, which reads and writes all of d_weight.
+    # Slightly larger chunks cost less than a last chunk with few rows, which would read and write all of
+    # d_weight.
     stretched = -(-rows // (rows // good) // TILE) * TILE
     return stretched if stretched <= min(capacity, good + good // 8) else good
 
 
 class Facts(NamedTuple):
-    """The properties of a call that decide its strategy."""
+    """The properties of a call that determine its strategy."""
 
     rows: int  # projected tokens
     # Rows of each group that must be evaluated together; None for a loss of single tokens.
     groups: tuple[int, ...] | None
     differentiable: bool  # whether anything needs a gradient
-    trainable_head: bool  # whether weight or bias do
-    linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
+    trainable_head: bool  # whether weight or bias need a gradient
+    linear_in_logps: bool  # whether the loss depends on the logits only through log p(target) (and lse)
     rereads: bool = False  # whether Pass.GRADIENTS must read a chunk again to compute its gradient
     columns: int = 0  # columns that are gathered for each row, instead of the whole head
     spared_bytes: int = 0  # bytes of d_weight's sum in a wider dtype, which a single chunk does not need
-    # Only copied to the plan: see `Plan`.
+    # The following fields are copied to the plan; see `Plan`.
     backward: int = 0
     later: int = 0
     fixed_bytes: int = 0
@@ -261,13 +269,13 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
     rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, _, *passed_on = facts
     C = chunk_rows(rows, row_bytes, budget)
-    # d_weight of a single chunk is written in the dtype of the products; that of several chunks is summed in
-    # fp32. Take a single chunk if its extra rows take no more memory than the fp32 sum: it is also faster (3%
-    # at 8,192 tokens).
+    # d_weight of a single chunk is written in the dtype of the products; d_weight of several chunks is summed
+    # in fp32. Use a single chunk if its additional rows take no more memory than the fp32 sum. It is also
+    # faster (3% at 8,192 tokens).
     if (rows - C) * row_bytes <= facts.spared_bytes and rows * row_bytes <= budget:
         C = max(1, rows)
     if columns:
-        # Without a product there is no preferred chunk size: take the largest that fits.
+        # Without a product there is no preferred chunk size: use the largest size that fits.
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
     cached_grad = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
@@ -299,10 +307,12 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
 
 @functools.lru_cache(maxsize=64)
 def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes: int, budget: int) -> Plan:
-    """The plan of a call with a sampling mask: plain rows, then picked ones, then all gathered rows at once.
+    """Make the plan of a call with a sampling mask: plain rows, then picked rows, then all gathered rows at
+    once.
 
-    The rows of a loss of groups are not in the order of their groups. So all statistics come first, then one
-    evaluation, then the gradients, for which the projected rows are projected again.
+    For a loss with scope "group" or "batch", the rows are not in the order of the groups. Therefore the plan
+    first computes all statistics, then evaluates the loss once, and then computes the gradients, for which
+    rows are projected again.
     """
     plain, picked, gathered, certain, *_ = replay
     projected = plain + picked
@@ -361,16 +371,22 @@ def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = 
 
 
 def _evaluating(steps: list[Step], span: Span) -> list[Step]:
-    """`steps` with the last one evaluating the loss on `span`; for no steps, one step without rows."""
+    """Return `steps` with the last step evaluating the loss of `span`.
+
+    Without steps, add a step without rows.
+    """
     *others, last = steps or [Step(0, 0)]
     return [*others, last._replace(evaluate=span)]
 
 
 def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, list[Step], tuple[str, ...]]:
-    """Pack whole groups into resident chunks of about C rows; project a group above the capacity twice."""
+    """Pack whole groups into resident chunks of about C rows.
+
+    A group of more than `capacity` rows is projected twice.
+    """
     steps: list[Step] = []
     parts: list[str] = []
-    start = stop = first = 0  # pending rows start:stop, and the first of their groups
+    start = stop = first = 0  # pending rows start:stop, and the index of their first group
 
     def flush(last: int) -> None:
         nonlocal start, first

@@ -25,7 +25,7 @@ class Chunk:
     step: Step
     row_index: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
     logits: Tensor  # (C, V) products, a view of the loop's one buffer
-    # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower one.
+    # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower dtype.
     grad_buffer: Tensor
     features: Tensor | None = None  # (C, H) input of product 1
     targets: Tensor | None = None  # (C,) as columns of the logits
@@ -38,7 +38,8 @@ class Chunk:
 
 
 class Projection:
-    """The head of one call, as the chunk loop uses it. It collects d_hidden if that is needed.
+    """The head of a call, with the products of the chunk loop. It collects d_hidden if hidden needs a
+    gradient.
 
     Args:
         call: the call.
@@ -64,14 +65,14 @@ class Projection:
             self.d_hidden = make(call.hidden.shape, dtype=dtype, device=self.weight.device)
 
     def new_buffer(self, plan: Plan, *, fused_epilogue: bool) -> tuple[Tensor, Tensor]:
-        """(logits, gradient): buffers of a chunk, views of the same memory in their dtypes.
+        """Allocate the buffers (logits, gradient) of a chunk: views of the same memory in different dtypes.
 
-        `fused_epilogue`: one kernel projects and reads, so no logits are stored. The buffer then holds the
-        gradient alone, and has no rows if no step of the plan writes a gradient.
+        With `fused_epilogue`, one kernel projects and reads, so no logits are stored. The buffer then only
+        holds the gradient, and has no rows if no step of the plan writes a gradient.
         """
         if fused_epilogue:
             rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
-            return (place := fused_projection.new_place(self.weight, rows)), place
+            return (place := fused_projection.new_gradient_buffer(self.weight, rows)), place
         rows = plan.token_chunk
         V = self.weight.shape[0]
         dtype = self.call.logits_dtype
@@ -79,7 +80,7 @@ class Projection:
         return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 
     def take(self, chunk: Chunk) -> None:
-        """Set the chunk's features, in the dtype of the products, and targets, as columns of the logits."""
+        """Set the chunk's features (in the dtype of the products) and targets (as columns of the logits)."""
         call = self.call
         x = call.hidden[chunk.row_index].to(self.weight.dtype)
         chunk.features = x if self.layers is None else self.layers.forward(x)
@@ -96,14 +97,16 @@ class Projection:
             chunk.d_features = hidden_gradient(chunk.gradient, self.weight, self.d_features(chunk))
 
     def d_features(self, chunk: Chunk) -> Tensor:
-        """The buffer of a chunk's d_features: its rows of d_hidden if they are a slice, else a new tensor."""
+        """The buffer of d_features: the chunk's rows of d_hidden if they are a slice, else a new tensor."""
         if isinstance(chunk.row_index, slice) and self.d_hidden is not None and self.layers is None:
             return self.d_hidden[chunk.row_index]
         return torch.empty_like(chunk.features, dtype=d_hidden_dtype(self.weight.dtype))
 
     def scale(self, chunk: Chunk) -> None:
-        """Apply the row factors to d_features and to the features of the trained columns, the inputs of
-        product 3, in one launch."""
+        """Apply the row factors, in one launch, to d_features and to the features of the trained columns.
+
+        The features of the trained columns are the input of product 3.
+        """
         pairs = []
         if self.needs.weight:
             x = chunk.features
@@ -121,11 +124,11 @@ class Projection:
             scale_all(pairs, chunk.factors)
 
     def reduce(self, chunk: Chunk):
-        """Start the sum of d_features over the ranks of a sharded head; None if there is none to wait for."""
+        """Start the sum of d_features over the ranks of a sharded head; None if there is no such sum."""
         return None if chunk.d_features is None else self.call.vocabulary.start_sum(chunk.d_features)
 
     def scatter(self, chunk: Chunk, arrival) -> None:
-        """Wait for the sum over ranks, run the layers' backward pass, write the chunk's rows of d_hidden."""
+        """Wait for the sum over ranks, run the layers' backward pass, and write the rows of d_hidden."""
         if arrival is not None:
             arrival.wait()
         if chunk.d_features is None:
@@ -140,7 +143,7 @@ class Projection:
 
 
 def _joined(call: HeadCall) -> Tensor:
-    """The frozen and the trained columns of the head, concatenated."""
+    """Concatenate the frozen and the trained columns of the head."""
     frozen, weight = call.frozen, call.weight
     joined = frozen.new_empty((frozen.shape[0], call.hidden.shape[1]), dtype=call.dtype)
     joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :] = frozen, weight
@@ -148,7 +151,10 @@ def _joined(call: HeadCall) -> Tensor:
 
 
 class LayerPasses:
-    """The layers in front of a head, run forward and backward per chunk; one chunk's activations are kept."""
+    """Runs the layers in front of a head forward and backward per chunk.
+
+    Only the activations of the current chunk are kept.
+    """
 
     def __init__(self, layers: Layers, *, gradients: bool):
         self._gradients = gradients

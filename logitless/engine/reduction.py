@@ -1,9 +1,9 @@
 """The normalizer of each unit's sum, and the power of two that is deferred to the backward pass.
 
-In fp16 the factor of the loss's main unit is split into m * 2^e with m in [0.5, 1). The chunks are multiplied
-by m and the backward pass multiplies by 2^e. So no gradient underflows, however many tokens there are, and
-multiplying by 2^e is exact. Numbers that the host knows stay Python numbers: tiny kernels for them would
-delay the first product.
+In fp16, the factor of the loss's main unit is split into m * 2^e with m in [0.5, 1). The gradients of the
+chunks are multiplied by m, and the backward pass multiplies them by 2^e, which is exact. Therefore no
+gradient underflows, even if there are many tokens. Numbers that the host knows stay Python numbers, because
+small kernels would delay the first product.
 """
 
 import math
@@ -19,9 +19,9 @@ Number = float | Tensor
 
 
 def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
-    """(factors of the units in a reduced loss, the deferred power of two).
+    """Return (factors of the units in a reduced loss, the deferred power of two).
 
-    `deferred` None: choose the power of two from the main unit's factor. Otherwise use `deferred` itself.
+    If `deferred` is None, the power of two is that of the main unit's factor. Otherwise it is `deferred`.
     """
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
@@ -40,19 +40,19 @@ def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[U
 
 
 def metric_factors(counts: dict[str, int | Tensor], dtype: torch.dtype) -> dict[str | None, Number]:
-    """Factors of the metrics: means over this call, whatever `num_items` and `reduction` are."""
+    """Factors of the metrics, which are means over this call regardless of `num_items` and `reduction`."""
     return _inverses(counts, dtype, 1.0)
 
 
 def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int) -> dict[str, int | Tensor]:
-    """The number of each unit in a call."""
+    """Unit -> the number of these units in a call."""
     return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
 def _inverses(
     normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float
 ) -> dict[str | None, Number]:
-    """coefficient / normalizer by unit; a normalizer of 0, an empty sum, counts as 1."""
+    """Unit -> coefficient / normalizer. A normalizer of 0 (an empty sum) is replaced by 1."""
     factors: dict[str | None, Number] = {None: coefficient}
     for unit, count in normalizers.items():
         if isinstance(count, Tensor):

@@ -2,13 +2,15 @@
 
 from collections.abc import Hashable
 
-# Entries of each dictionary: more than a program has losses and shapes.
+# Maximum number of entries: more than the losses and shapes of a program.
 MOST = 1024
 
 
 class Remembered(dict):
-    """A dictionary that drops its oldest entry when full. Keys must not hold a process group or a tensor,
-    which the dictionary would keep alive."""
+    """A dictionary that drops its oldest entry when it is full.
+
+    Keys must not hold a process group or a tensor, because the dictionary would keep it alive.
+    """
 
     def __setitem__(self, key: Hashable, value: object) -> None:
         if key not in self and len(self) >= MOST:

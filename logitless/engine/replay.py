@@ -1,15 +1,15 @@
-"""`Replay`: how the rows of a call with sampling masks are computed, and the slots of their sets.
+"""`Replay`: the kinds of rows in a call with a sampling mask, and the slots of their sets.
 
-Rows are of four kinds, by the number of distinct ids of their set:
+There are four kinds of rows, by the number of distinct ids of the row's set:
 
-    plain      no set: the whole vocabulary, projected as in any call
-    picked     more ids than `most_gathered(V)`: projected; the ids' logits are picked from the chunk
-    gathered   2 ids and more: only the products with the ids' rows of the head
-    certain    one id: log p = 0 and entropy = 0, without gradient; nothing is read
+    plain      no set: softmax over the whole vocabulary; projected as in any call
+    picked     more ids than `most_gathered(V)`: projected; the logits of the ids are picked from the chunk
+    gathered   at least 2 ids: only the products with the ids' rows of the head are computed
+    certain    one id: log p = 0 and entropy = 0, without gradient; no logits are computed
 
-The kind follows from a row's own set and the size of the vocabulary, so how a token is computed does not
-depend on the other tokens of the call. A loss that needs lse gathers the certain rows too. The order of kinds
-is the order in which the chunk loop takes the rows ("chunk order").
+The kind depends only on the row's set and the size of the vocabulary. Therefore the computation of a token
+does not depend on the other tokens of the call. If the loss needs lse, certain rows are gathered as well. The
+chunk loop processes the rows in the order of their kinds ("chunk order").
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ from logitless.kernels.ids.distinct import (
 )
 from logitless.kernels.ids.sets import Slots
 
-# Reading k rows of the head for a token is cheaper than its products with the head up to about V / 180 rows
-# (a renormalized top-64 of 151,936 ids takes 12% of three products). A constant, so that the kind of a row
-# depends on V alone.
+# Reading k rows of the head for a token is faster than its products with the whole head for k up to about V /
+# 180 (a renormalized top-64 of 151,936 ids takes 12% of the time of three products). These are constants, so
+# that the kind of a row depends only on its set and V.
 BREAK_EVEN, LEAST = 180, 64
-# The log-probability over a set of one id is 0. A sampled log-probability below this bound is of another
+# The log-probability over a set of one id is 0. A sampled log-probability below this bound belongs to another
 # distribution.
 RAW = -1e-3
 
@@ -47,10 +47,10 @@ def most_gathered(V: int) -> int:
 
 
 class Kinds(NamedTuple):
-    """The kinds of the rows of a call, before the host knows how many there are of each."""
+    """The kinds of the rows of a call, before the host knows the number of rows of each kind."""
 
     distinct: Distinct
-    faults: Sequence[Fault]  # those that mark tokens come first
+    faults: Sequence[Fault]  # faults that mark tokens come first
 
 
 @dataclass
@@ -58,15 +58,15 @@ class Replay:
     """The rows of a call by kind, and the slots of their sets.
 
     Attributes:
-        chunked: the rows that the chunk loop takes, in chunk order.
-        order: (rows,) positions of the rows in chunk order, the certain ones last; None: the rows already are
-            in chunk order.
-        plain, picked, gathered, certain: the number of rows of each kind; with compact=False all rows count
-            as picked, as the host does not know their sets.
+        chunked: the rows of the chunk loop, in chunk order.
+        order: (rows,) indices of the rows in chunk order, certain rows last; None: the rows are already in
+            chunk order.
+        plain, picked, gathered, certain: the number of rows of each kind. With compact=False, all rows are
+            picked, because the host does not know their sets.
         slots: the slots of the picked and of the gathered rows, by kind.
-        kept_ids: ids of all sets; None with compact=False.
-        single: rows whose set has one id; None with compact=False.
-        logits: the logits of the slots by kind, once they are computed.
+        kept_ids: number of ids in all sets; None with compact=False.
+        single: number of rows whose set has one id; None with compact=False.
+        logits: the logits of the slots by kind, after they are computed.
     """
 
     chunked: Rows
@@ -82,22 +82,22 @@ class Replay:
 
     @property
     def replayed(self) -> int | None:
-        """Rows with a set; None with compact=False."""
+        """Number of rows with a set; None with compact=False."""
         return None if self.kept_ids is None else self.picked + self.gathered + self.certain
 
     def in_chunk_order(self, x: Tensor) -> Tensor:
-        """(rows, ...) in the order of the rows -> the same in chunk order."""
+        """Reorder (rows, ...) from row order to chunk order."""
         return x if self.order is None else x[self.order]
 
     def in_row_order(self, x: Tensor) -> Tensor:
-        """The inverse of `in_chunk_order`."""
+        """Reorder (rows, ...) from chunk order to row order."""
         if self.order is None:
             return x
         return torch.empty_like(x).index_copy_(0, self.order, x)
 
 
 def needs_logits(loss: LossSpec) -> bool:
-    """Whether the loss needs the logit of a certain token, for its lse."""
+    """Whether the loss needs the logits of certain rows, for their lse."""
     return "lse" in loss.differentiates or loss.return_logps
 
 
@@ -110,7 +110,7 @@ def kinds_of(
     *,
     add_targets: bool,
 ) -> Kinds:
-    """The kind of each row, and the faults of the sets. No host sync."""
+    """Determine the kind of each row, and check the sets, without a host sync."""
     distinct = distinct_ids(
         *sets,
         targets,
@@ -132,7 +132,10 @@ def kinds_of(
 
 
 def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool) -> Rows:
-    """`rows` with their `Replay`; those of a loss of single tokens come back in chunk order."""
+    """Return `rows` with their `Replay`.
+
+    For a loss of single tokens, the returned rows are in chunk order.
+    """
     distinct = kinds.distinct
     kind = distinct.kinds
     if not compact:
@@ -208,7 +211,7 @@ def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
 def _outside(count: Tensor, sets: Sets, supervised: Tensor, V: int) -> Fault:
     def details() -> tuple[str, str]:
         wrong = sets.ids[outside_ids(sets.ids, sets.starts, sets.lengths, supervised, V)]
-        if not wrong.numel():  # the wrong ids are on other ranks
+        if not wrong.numel():  # the invalid ids are on other ranks
             return "", remedy
         return f": the least is {wrong.min().item()}, the greatest {wrong.max().item()}", remedy
 

@@ -1,4 +1,4 @@
-"""`Rows`: the rows of a call to project, in order: the supervised tokens, those of a group adjacent."""
+"""`Rows`: the rows of a call that are projected, in order. The rows of a group are adjacent."""
 
 import functools
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Grouping(NamedTuple):
-    """How the tokens of a call form sequences and groups of sequences."""
+    """The sequences of a call, and the groups that they form."""
 
-    sequences: int = 0  # number of sequences; 0: the loss does not look at sequences
+    sequences: int = 0  # number of sequences; 0: the loss does not depend on sequences
     sequences_per_group: int = 1  # 2 for pairs
     grouped: bool = False  # whether the tokens of a group must be evaluated together
 
@@ -39,45 +39,45 @@ class Grouping(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a call in the order in which they are projected ("row order")."""
+    """The rows of a call, in the order in which they are projected ("row order")."""
 
     count: int
-    tokens: int | Tensor  # supervised tokens: equal to `count`, unless unsupervised rows are projected too
+    tokens: int | Tensor  # supervised tokens; equal to `count` unless unsupervised rows are projected as well
     chosen_tokens: int | Tensor  # supervised tokens in the first half of the sequences; 0 without sequences
-    index: Tensor | None  # (count,) int64 positions in the flat call; None: all rows, in call order
+    index: Tensor | None  # (count,) int64 positions in the flattened call; None: all rows, in call order
     group_sizes: Sequence[int] | None  # rows of each group; None for a loss of single tokens
     sequence_sizes: Tensor | None  # (sequences,) rows of each sequence, in row order
     roles: int = 1  # sequences per group
     shards: Shards | None = None  # shards of the head, with `tp_group`
-    counted: Sequence[int] = ()  # numbers that the caller of `compact_rows` had read in the sync
+    counted: Sequence[int] = ()  # the `others` of `compact_rows`, read in the host sync
     replay: Any = None  # `replay.Replay` of a call with a sampling mask
-    teacher: TeacherRows | None = None  # where the loss names `teacher_rows`
+    teacher: TeacherRows | None = None  # if the loss declares `teacher_rows`
 
     @property
     def chunked(self) -> "Rows":
-        """The rows that the chunk loop takes, in its order."""
+        """The rows of the chunk loop, in the order of the loop."""
         return self if self.replay is None else self.replay.chunked
 
     def at(self, start: int, stop: int) -> slice | Tensor:
-        """Positions of rows start:stop in the flat call."""
+        """The positions of rows start:stop in the flattened call."""
         return slice(start, stop) if self.index is None else self.index[start:stop]
 
     def segments(self, rows: int, first: int, last: int) -> Segments | None:
-        """The sequences of groups first:last, which have `rows` rows."""
+        """The sequences of groups first:last, which have `rows` rows in total."""
         if self.sequence_sizes is None:
             return None
         sizes = self.sequence_sizes[first * self.roles : last * self.roles]
         return Segments(sizes, rows, last - first, self.roles)
 
     def sequences(self, first: int, last: int) -> Tensor:
-        """Call indices of the sequences of groups first:last, role by role (chosen ones, then rejected)."""
+        """Call indices of the sequences of groups first:last: all chosen, then all rejected sequences."""
         groups = self.sequence_sizes.shape[0] // self.roles
         device = self.sequence_sizes.device
         roles = torch.arange(self.roles, device=device)[:, None]
         return (roles * groups + torch.arange(first, last, device=device)).reshape(-1)
 
     def scattered(self, x: Tensor, N: int) -> Tensor:
-        """(rows, ...) -> (N, ...) in call order, zero elsewhere."""
+        """Scatter (rows, ...) to (N, ...) in call order, with zeros at all other positions."""
         return x if self.index is None else x.new_zeros(N, *x.shape[1:]).index_copy_(0, self.index, x)
 
 
@@ -87,11 +87,11 @@ class Shard(NamedTuple):
     group: "ProcessGroup"
     code: int  # see `Shards.code`
     V: int  # size of the vocabulary that this rank assumes
-    sure: bool  # whether V is known from an exchange of this call
+    sure: bool  # whether V was exchanged in this call
 
 
 class VocabSizeChanged(Exception):
-    """A rank assumed a wrong size of the vocabulary. Raised on all ranks, with the right size."""
+    """Raised on all ranks if a rank assumed a wrong size of the vocabulary. Contains the right size."""
 
     def __init__(self, V: int):
         super().__init__(f"the vocabulary has {V} ids")
@@ -101,10 +101,10 @@ class VocabSizeChanged(Exception):
 class _Layout(NamedTuple):
     """The sequences of a call, computed on the device before the host sync."""
 
-    order: Tensor | None  # (N,) call positions, group by group; None: the call's own order
-    counts: Tensor  # (sequences,) rows of each, in call order
-    sizes: Tensor  # (sequences,) the same in row order
-    chosen: Tensor | None  # () supervised tokens of the first half; None: the host sums the counts
+    order: Tensor | None  # (N,) positions in the call, group by group; None: the order of the call
+    counts: Tensor  # (sequences,) number of rows of each sequence, in call order
+    sizes: Tensor  # (sequences,) number of rows of each sequence, in row order
+    chosen: Tensor | None  # () supervised tokens of the first half of the sequences; None: summed later
 
 
 def compact_rows(
@@ -116,15 +116,15 @@ def compact_rows(
     compact: bool,
     peers: Peers = ALONE,
     shard: Shard | None = None,
-    boundaries: str = "cu_seqlens",  # the argument's name in errors
-    others: Tensor | None = None,  # (n,) numbers of this rank to read in the sync: `Rows.counted`
+    boundaries: str = "cu_seqlens",  # name of the argument, for error messages
+    others: Tensor | None = None,  # (n,) additional numbers of this rank to read in the sync: `Rows.counted`
 ) -> Rows:
     """Choose the rows to project, and raise the faults that were counted on the device.
 
-    The only host sync of a pass is here. With compact=False there is none: all rows are projected, and faults
-    are asserted on the device. The host then knows the number of packed sequences but not their lengths, so
-    the caller makes one group of them. A fault on one of the peers is raised on all of them. Boundaries are
-    checked even if the loss does not look at sequences.
+    This function contains the only host sync of a pass. With compact=False there is no host sync: all rows
+    are projected, and faults are asserted on the device. The host then knows the number of packed sequences
+    but not their lengths, so the caller combines them into one group. A fault on one of the peers is raised
+    on all of them. Boundaries are checked even if the loss does not depend on sequences.
     """
     supervised = marks[0]
     packed = cu_seqlens is not None
@@ -137,7 +137,7 @@ def compact_rows(
         faults = (*faults[:marking], boundary_fault(cu_seqlens, N, boundaries), *faults[marking:])
     if grouping.sequences or grouping.grouped:
         if packed:
-            # The boundaries may be wrong until the fault is read: clamp them, so that no index is out of
+            # The boundaries may be invalid until the fault is read. Clamp them, so that no index is out of
             # bounds.
             layout = _packed(supervised, grouping, cu_seqlens.clamp(0, N), compact)
         else:
@@ -153,7 +153,7 @@ def compact_rows(
 
 
 def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
-    """The rows of padded sequences whose tokens are all supervised, without a host sync."""
+    """All rows of padded sequences, for a call in which every token is supervised, without a host sync."""
     if not (grouping.sequences or grouping.grouped):
         return Rows(N, N, 0, None, None, None, grouping.sequences_per_group)
     length = N // max(1, grouping.sequences)
@@ -166,28 +166,27 @@ def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
 class _Counts(NamedTuple):
     """Counts of the supervised tokens and of each fault, on the device."""
 
-    # (n,) The first `marks` quantities have `sequences` counts each, one per sequence; then come the others,
-    # with one count each.
+    # (n,) The first `marks` quantities have one count per sequence. The quantities after them have one count.
     numbers: Tensor
-    marks: int = 0  # number of quantities that are counted per sequence; 0: one count each
+    marks: int = 0  # number of quantities that are counted per sequence; 0: all have one count
     sequences: int = 0
 
     @property
     def of_sequences(self) -> Tensor | None:
-        """(sequences,) supervised tokens; None where they were not counted per sequence."""
+        """(sequences,) supervised tokens; None if they were not counted per sequence."""
         return self.numbers[: self.sequences] if self.marks else None
 
     def added_up(self, numbers: list[int]) -> list[int]:
-        """`numbers` on the host -> one total per quantity, then the supervised tokens of each sequence."""
+        """Given `numbers` on the host, return one total per quantity, then the tokens per sequence."""
         end = self.marks * self.sequences
         tables = [numbers[start : start + self.sequences] for start in range(0, end, self.sequences or 1)]
         return [*map(sum, tables), *numbers[end:], *(tables[0] if tables else ())]
 
 
 def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens: Tensor | None) -> _Counts:
-    """Count the marks per padded sequence, or over the whole call if `sequences` is 0, in few launches.
+    """Count the marks per padded sequence, or over the whole call if `sequences` is 0.
 
-    The order of the counts: the marks, the wrong boundaries (with `cu_seqlens`), the other faults.
+    The order of the counts is: the marks, the invalid boundaries (with `cu_seqlens`), the other faults.
     """
     count = marks.shape[0]
     mark_counts = counted(marks, max(1, sequences), cu_seqlens)
@@ -197,14 +196,14 @@ def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens:
 
 
 def boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
-    """The fault of wrong boundaries, which `_counted` counts; `name`: name of the argument."""
+    """The fault of invalid boundaries, which `_counted` counts. `name` is the name of the argument."""
     remedy = "let them cover every token of hidden once"
     details = partial(_seen_boundaries, cu_seqlens, N, remedy)
     return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, details)
 
 
 def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]:
-    """Details and remedy of the error about wrong boundaries; called only on failure."""
+    """Return details and remedy of the error about invalid boundaries. Called only on failure."""
     bounds = cu_seqlens.tolist()
     falls = [i for i in range(1, len(bounds)) if bounds[i] < bounds[i - 1]]
     if falls:
@@ -216,7 +215,10 @@ def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]
 
 
 def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compact: bool) -> _Layout:
-    """The layout of padded sequences; `counts` (sequences,) are their supervised tokens, None: count them."""
+    """The layout of padded sequences.
+
+    `counts` (sequences,) are their supervised tokens; None: count them here.
+    """
     N = supervised.shape[0]
     device = supervised.device
     sequences = grouping.sequences
@@ -230,7 +232,7 @@ def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compa
 
 
 def _order(N: int, grouping: Grouping, device: torch.device) -> Tensor | None:
-    """Call positions of sequences of one length, group by group; None: the call's own order."""
+    """(N,) call positions of sequences of one length, group by group; None: the order of the call."""
     if not grouping.interleaves:
         return None
     positions = torch.arange(N, device=device).view(grouping.sequences_per_group, grouping.groups, -1)
@@ -275,7 +277,10 @@ class RankExchange(NamedTuple):
     shard: Shard | None
 
     def gather(self, numbers: Tensor) -> Tensor:
-        """(n,) counts of this rank -> flat table of all ranks: global rank and code, assumed V, counts."""
+        """All-gather the counts (n,) of this rank to a flat table of all ranks.
+
+        The row of a rank contains its global rank and code, the V that it assumes, and its counts.
+        """
         code, V = (0, 0) if self.shard is None else (self.shard.code, self.shard.V)
         constants = _constants((dist.get_rank() << 32) + code, V, numbers.device)
         return self.peers.table(torch.cat((constants, numbers))).view(-1)
@@ -283,14 +288,14 @@ class RankExchange(NamedTuple):
     def check(
         self, faults: Sequence[Fault], numbers: Sequence[int]
     ) -> tuple[Shards | None, int, Sequence[int]]:
-        """Raise the faults of all ranks, with the ranks where they are.
+        """Raise the faults of all ranks. The message names the ranks that have the fault.
 
         Args:
             faults: the faults, in the order of the counts.
-            numbers: the table of `gather`, read by the host, and more numbers of this rank after it.
+            numbers: the table of `gather` on the host, followed by additional numbers of this rank.
 
         Returns:
-            (the shards, if the head is sharded; this rank's number of rows; the numbers after the table).
+            (the shards if the head is sharded; this rank's number of rows; the numbers after the table).
 
         Raises:
             VocabSizeChanged: a rank assumed a wrong size of the vocabulary.
@@ -315,7 +320,7 @@ class RankExchange(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _constants(first: int, second: int, device: torch.device) -> Tensor:
-    """Two integers on a device, cached, as they are the same in every call."""
+    """Two integers as a tensor on a device, cached, because they are equal in every call."""
     return torch.tensor((first, second), dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""`SamplingMask`: the ids that a sampler's truncation left of each token's vocabulary."""
+"""`SamplingMask`: for each token, the ids that the sampler's truncation (top-k, top-p, min-p) kept."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
@@ -12,41 +12,43 @@ from logitless.errors import check_choice
 
 NAME = "sampling_mask"
 IDS = (torch.int32, torch.int64)
-# The per-token statistics of a set; see `kernels.ids.sets.set_statistics`.
+# The per-token statistics that are computed over sets; see `kernels.ids.sets.set_statistics`.
 STATISTICS_OF_SETS = ("logps", "lse", "entropy", "is_top1")
 # What to do with a target that is missing from its row's set.
 MISSING = ("raise", "add")
 
 
 class Sets(NamedTuple):
-    """The sets of the rows of a call: row n keeps `ids[starts[n]:starts[n] + lengths[n]]`."""
+    """The sets of the rows of a call. The set of row n is `ids[starts[n]:starts[n] + lengths[n]]`."""
 
     ids: Tensor  # (S,) int32 or int64
-    starts: Tensor  # (N,) int64, not falling
-    lengths: Tensor  # (N,) int64; 0 for the whole vocabulary
-    offsets: Tensor  # (N + 1,) as the user passed them, for their check
+    starts: Tensor  # (N,) int64, non-decreasing
+    lengths: Tensor  # (N,) int64; 0: the whole vocabulary
+    offsets: Tensor  # (N + 1,) as the user passed them, for the check of their values
 
 
 class AlignedMask(NamedTuple):
-    """A sampling mask whose sets are aligned with the hidden states of a call."""
+    """A sampling mask with one set per row of the hidden states of a call."""
 
     sets: Sets
     add_targets: bool  # whether a target that is missing from its row's set is added to the set
 
 
 class SamplingMask:
-    """The ids that a sampler's truncation left of each token's vocabulary, as inference servers return them.
+    """For each token, the ids that the sampler's truncation kept, as inference servers return them.
 
-    Token n keeps `token_ids[offsets[n]:offsets[n + 1]]`: the names and the order of vLLM's `SamplingMask`. An
-    empty set stands for the whole vocabulary. A set belongs to the sampled token, like the token's label;
-    with `shift=True` the sets are shifted with the labels.
+    The set of token n is `token_ids[offsets[n]:offsets[n + 1]]`; names and order are those of vLLM's
+    `SamplingMask`. An empty set means the whole vocabulary. Sets are aligned with the targets: with
+    `shift=True`, they are shifted with the labels.
 
     Args:
-        token_ids: (S,) int32 or int64 ids of the whole vocabulary, also with `tp_group`; in any order. An id
-            that occurs twice counts once. Ids beyond offsets[-1] are not read, so a buffer may be longer.
-        offsets: (N + 1,) int32 or int64, not falling, from 0. N is the number of targets of the call: B * T
-            of a padded batch, row by row, or the packed length.
-        missing: what to do if a target is not in its set: "raise" a ValueError, or "add" it to the set.
+        token_ids: (S,) int32 or int64 ids of the whole vocabulary (also with `tp_group`), in any order.
+            Duplicate ids of a token count once. Ids after offsets[-1] are not read, so that the tensor may be
+            longer.
+        offsets: (N + 1,) int32 or int64, non-decreasing, starting at 0. N is the number of targets of the
+            call: B * T for a padded batch (row by row), or the packed length.
+        missing: what to do if a target is not in its set: "raise" a ValueError, or "add" the target to the
+            set.
     """
 
     def __init__(self, token_ids: Tensor, offsets: Tensor, *, missing: str = "raise"):
@@ -58,7 +60,7 @@ class SamplingMask:
         if offsets.dim() != 1 or not offsets.shape[0]:
             raise ValueError(
                 f"offsets: expected shape (N + 1,), got {tuple(offsets.shape)}; "
-                "give each token its first slot, and the end of the last."
+                "pass the first slot of each token, and the end of the last one."
             )
         if offsets.device != token_ids.device:
             raise ValueError(
@@ -72,13 +74,17 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, ids: Tensor, *, empty: int = -1, missing: str = "raise") -> Self:
-        """The sets of ids (..., k), in which a slot that holds `empty` has no id."""
+        """Construct a mask from ids (..., k), one set of up to k ids per token.
+
+        Slots with `empty` are unused.
+        """
         _check_ids("ids", ids, "pass token ids, with empty=-1 in the slots without one")
         if ids.dim() < 1:
-            raise ValueError("ids: expected shape (..., k), got a number; give every token k slots.")
+            raise ValueError("ids: expected shape (..., k), got a number; pass k slots per token.")
         filled = (ids != empty).reshape(-1, ids.shape[-1])
         offsets = torch.nn.functional.pad(filled.sum(1).cumsum(0), (1, 0))
-        # Without a host sync: the ids move to the front, in order. The last slot is free if any is empty.
+        # Move the ids to the front, in order, without a host sync. The last slot is unused if any slot is
+        # empty.
         filled = filled.view(-1)
         size = ids.numel()
         place = torch.where(filled, filled.cumsum(0) - 1, max(0, size - 1))
@@ -94,7 +100,10 @@ class SamplingMask:
         device: torch.device | str | None = None,
         missing: str = "raise",
     ) -> Self:
-        """The sets of a list of ids for each token; None or an empty list keeps the whole vocabulary."""
+        """Construct a mask from one list of ids per token.
+
+        None or an empty list keeps the whole vocabulary.
+        """
         sets = [[] if ids is None else list(ids) for ids in kept]
         offsets = [0, *accumulate(map(len, sets))]
         ids = torch.tensor(list(chain.from_iterable(sets)), dtype=torch.int64, device=device)
@@ -110,17 +119,17 @@ class SamplingMask:
         device: torch.device | str | None = None,
         missing: str = "raise",
     ) -> Self:
-        """The sets of a padded batch (B, length), from the masks of its completions.
+        """Construct a mask for a padded batch (B, length) from the masks of its completions.
+
+        Tokens outside the completions keep the whole vocabulary.
 
         Args:
-            masks: for each sequence (token_ids, offsets) of its completion, as lists, arrays or tensors, such
+            masks: for each sequence, (token_ids, offsets) of its completion as lists, arrays or tensors, such
                 as vLLM's `SamplingMask`; None for a sequence that was sampled without truncation.
-            starts: the position of the first token of each completion, or one position for all.
+            starts: the position of the first token of each completion, or one position for all completions.
             length: number of positions of the batch, T.
-            device: the device of the batch; by default the default device of PyTorch.
-            missing: see the class.
-
-        All other tokens keep the whole vocabulary.
+            device: device of the batch. Default: the default device of PyTorch.
+            missing: as in the constructor.
         """
         count = len(masks)
         starts = [starts] * count if isinstance(starts, int) else [int(x) for x in starts]
@@ -138,7 +147,7 @@ class SamplingMask:
             if start < 0 or start + tokens > length:
                 raise ValueError(
                     f"masks: expected completions inside {length} positions, got {tokens} tokens from "
-                    f"position {start} in row {row}; cut masks and completions alike."
+                    f"position {start} in row {row}; cut masks and completions to the same length."
                 )
             if (
                 tokens < 0
@@ -166,25 +175,27 @@ class SamplingMask:
         return f"SamplingMask of {len(self)} tokens, up to {size} ids, missing={self.missing!r}"
 
     def to(self, device: torch.device | str) -> Self:
-        """The mask on another device."""
+        """Return the mask on `device`."""
         token_ids, offsets = self.token_ids.to(device), self.offsets.to(device)
         return type(self)(token_ids, offsets, missing=self.missing)
 
     def aligned(
         self, targets: Tensor, *, shift: bool = False, cu_seqlens: Tensor | None = None
     ) -> AlignedMask:
-        """The sets of the rows of a call; with `shift` row i gets set i + 1, and the last of a sequence none.
+        """Align the sets with the rows of a call.
+
+        With `shift`, row i gets set i + 1, and the last row of each sequence gets an empty set.
 
         Args:
-            targets: (...) of the call.
+            targets: (...) the targets of the call.
             shift: whether the targets are unshifted labels.
-            cu_seqlens: boundaries of packed sequences, checked.
+            cu_seqlens: boundaries of packed sequences, after `checked_boundaries`.
         """
         offsets = self.offsets.long()
         if len(self) != targets.numel():
             raise ValueError(
-                f"{NAME}: offsets expected for {targets.numel()} tokens, one set per target, got "
-                f"{len(self)}; give tokens that were not sampled an empty set."
+                f"{NAME}: expected offsets of {targets.numel()} tokens, one set per target, got "
+                f"{len(self)}; pass an empty set for tokens that were not sampled."
             )
         if offsets.device != targets.device:
             raise ValueError(
@@ -203,8 +214,8 @@ def check_mask(mask: object) -> None:
     """Raise TypeError unless `mask` is a sampling mask."""
     if not isinstance(mask, SamplingMask):
         raise TypeError(
-            f"{NAME}: expected a SamplingMask, got {type(mask).__name__}; make it by SamplingMask(token_ids, "
-            "offsets), .from_padded, .from_lists or .from_completions."
+            f"{NAME}: expected a SamplingMask, got {type(mask).__name__}; construct it with "
+            "SamplingMask(token_ids, offsets), .from_padded, .from_lists or .from_completions."
         )
     return mask
 

@@ -1,4 +1,4 @@
-"""`Segments`: the sequences in a slice of rows; sums per sequence and their transpose, deterministic."""
+"""`Segments`: the sequences in a slice of rows, with deterministic sums per sequence and their transpose."""
 
 import inspect
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class cached_property:  # noqa: N801
-    """`functools.cached_property` without Python 3.11's lock, which torch.compile does not trace."""
+    """`functools.cached_property` without the lock of Python 3.11, which torch.compile cannot trace."""
 
     def __init__(self, function):
         self.function = function
@@ -28,9 +28,9 @@ class cached_property:  # noqa: N801
 class Segments:
     """The sequences of a slice of rows.
 
-    Two orders of sequences: "row order" is group by group, and role by role inside a group (for pairs: chosen
-    1, rejected 1, chosen 2, ...). "Sequence order" is that of the call, which losses see: role by role (all
-    chosen sequences, then all rejected ones).
+    There are two orders of sequences. "Row order" is group by group (for pairs: chosen 1, rejected 1, chosen
+    2, ...). "Sequence order" is the order of the call, which losses use (for pairs: all chosen sequences,
+    then all rejected ones).
     """
 
     lengths: Tensor  # (sequences,) int64, in row order
@@ -66,10 +66,11 @@ class Segments:
 
 
 def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive runs of x (rows,) without atomics.
+    """Sum consecutive runs of x (rows,) without atomics.
 
-    `segment_reduce` is a tree reduction on CUDA. On the CPU it adds sequentially, which in fp32 is inaccurate
-    for thousands of tokens, so it adds in fp64 there. MPS does not have the operator: the CPU computes it.
+    `segment_reduce` is a tree reduction on CUDA. On the CPU it adds sequentially, which is inaccurate in fp32
+    for thousands of tokens; therefore the sum is computed in fp64 there. MPS does not have this operator, so
+    the CPU computes the sum.
     """
     if x.device.type in ("cpu", "mps"):
         wide = (x.detach() if x.requires_grad else x).cpu().double().contiguous()
@@ -113,7 +114,7 @@ class _Spread(torch.autograd.Function):
         return _sum(grad, ctx.lengths, ctx.ids), None, None
 
 
-# PyTorch inspects the signature of `forward` in every call unless it is cached, which takes longer than the
+# Without a cache, PyTorch inspects the signature of `forward` in every call, which takes longer than the
 # sums.
 for _function in (_Sum, _Spread):
     _function.forward.__signature__ = inspect.signature(_function.forward)

@@ -1,6 +1,6 @@
 """`LossSpec`: the attributes of a loss that the engine reads, and the roles of its inputs.
 
-The engine names no loss class.
+The engine does not import any loss class.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """The alignment of an input, which determines its shape, whether `shift` moves it, and how it is cut."""
+    """The alignment of an input. It determines the shape, whether `shift` applies, and how chunks are cut."""
 
     TOKEN = "its target"  # targets' shape + (...)
     POSITION = (
@@ -41,7 +41,7 @@ PER_TOKEN = (Role.TOKEN, Role.POSITION, Role.FEATURES)
 
 
 def roles_of(loss: type) -> dict[str, Role]:
-    """Roles by the name of the input, from the declarations of a loss class."""
+    """Return input name -> role, from the class attributes of a loss."""
     roles = dict.fromkeys(loss.token_inputs, Role.TOKEN) | dict.fromkeys(loss.sequence_inputs, Role.SEQUENCE)
     roles |= dict.fromkeys(loss.prediction_inputs, Role.POSITION) | dict.fromkeys(
         loss.vocabulary_inputs, Role.VOCABULARY
@@ -56,20 +56,26 @@ def roles_of(loss: type) -> dict[str, Role]:
 
 
 class Fault(NamedTuple):
-    """An invalid value on the device. The count is read in the call's one host sync, or asserted to be 0."""
+    """A check of values on the device, with the error message.
 
-    # 0-d integer, the number of invalid values; or (N,) bool, the tokens with one, of which the supervised
-    # ones are counted.
+    The number of invalid values is read in the call's one host sync, or asserted to be 0 on the device.
+    """
+
+    # 0-d integer: the number of invalid values. Or (N,) bool: the tokens with an invalid value, of which the
+    # supervised tokens are counted.
     count: Tensor
     argument: str
     expected: str
     got: str  # may contain {count}
     remedy: str
-    # Called only on failure; returns (text after `got`, better remedy).
+    # Called only on failure. Returns (text after `got`, a more specific remedy).
     details: Callable[[], tuple[str, str]] | None = None
 
     def raise_(self, count: int, ranks: Sequence[int] = ()) -> None:
-        """Raise ValueError with the count that the host has read; `ranks` are the ranks with the fault."""
+        """Raise ValueError.
+
+        `count`: the count that the host has read. `ranks`: the ranks that have the fault.
+        """
         where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
         more, remedy = ("", self.remedy) if self.details is None else self.details()
         raise value_error(self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
@@ -85,7 +91,7 @@ class LossSpec(Protocol):
 
     ignore_index: int
     reduction: str
-    identity: str  # a text that is equal for equal losses and only for these
+    identity: str  # two losses are equal if and only if these strings are equal
     logits_budget: int | None
     accum_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None
@@ -101,11 +107,12 @@ class LossSpec(Protocol):
     sum_logits_weights: str | None
     unmasked: bool
     boundaries_argument: str
-    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    # Names of the inputs that are log-probabilities of the sampled tokens. They are checked against a
+    # sampling mask.
     sampled_logps: tuple[str, ...]
     roles: ClassVar[Mapping[str, Role]]
-    # Name of the input (N,) with the row of `teacher_hidden` that each row is compared with; None: row i is
-    # compared with row i.
+    # Name of the input (N,) that maps each row to a row of `teacher_hidden`; None: row i is compared with row
+    # i of the teacher.
     teacher_rows: ClassVar[str | None]
     # The Objective class that evaluates the loss.
     objective: ClassVar[type]
@@ -116,14 +123,13 @@ class LossSpec(Protocol):
 
     @property
     def sequences(self) -> WholeSequences:
-        """Which part of each sequence this rank has."""
+        """The collectives over the slices of sequences (`cp_group`)."""
 
     def terms(self, statistics, batch) -> tuple[dict, dict]:
         """The unreduced loss and metrics of a slice."""
 
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:
-        """The divisor of the sum over each unit in a mean."""
+        """Unit -> the divisor of the sum in a mean."""
 
-    # (targets, inputs, size of the vocabulary) -> faults of the inputs that are checked on the device; None:
-    # the inputs need no such check.
+    # (targets, inputs, size of the vocabulary) -> checks of the inputs on the device; None: no such checks.
     faults: Callable[[Tensor, Mapping[str, Tensor | None], int], Sequence[Fault]] | None

@@ -1,7 +1,7 @@
-"""The rows of a teacher with which the rows of a call are compared. Several rows may share a teacher's row.
+"""The mapping from the rows of a call to the rows of a teacher, if several rows share a row of the teacher.
 
-A loss names the input that holds the teacher's row of each row (`teacher_rows`). The rows are then projected
-in the order of the teacher's, so that a chunk needs a slice of the teacher's rows, and projects each once.
+The loss attribute `teacher_rows` names the input with this mapping. The rows are projected in the order of
+the teacher's rows, so that a chunk needs a slice of the teacher's rows, and projects each of them once.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class TeacherRows(NamedTuple):
-    """The rows of a teacher that a call projects: those with which a supervised row is compared."""
+    """The rows of a teacher that a call projects: the rows with which supervised rows are compared."""
 
-    index: Tensor  # (m,) their positions in `teacher_hidden`, ascending
-    ranks: Tensor  # (count,) place in `index` of the row that each row is compared with, in row order
-    first: Sequence[int]  # rank of the first row of each piece
-    last: Sequence[int]  # rank of its last row
-    piece: int  # rows of a piece; chunks begin at multiples
+    index: Tensor  # (m,) positions of these rows in `teacher_hidden`, ascending
+    ranks: Tensor  # (count,) for each row, in row order: the index in `index` of its teacher row
+    first: Sequence[int]  # `ranks` of the first row of each piece
+    last: Sequence[int]  # `ranks` of the last row of each piece
+    piece: int  # rows of a piece; chunks begin at multiples of it
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
         """The slice of `index` with which rows start:stop are compared."""
@@ -31,7 +31,7 @@ class TeacherRows(NamedTuple):
             return 1.0
         sizes = [min(self.piece, rows - at) for at in range(0, rows, self.piece)]
         counts = [last + 1 - first for first, last in zip(self.first, self.last, strict=True)]
-        if len(sizes) > 1:  # a short last piece is part of a longer chunk
+        if len(sizes) > 1:  # a shorter last piece is part of a longer chunk
             size = sizes.pop()
             count = counts.pop()
             sizes[-1] += size
@@ -43,14 +43,14 @@ class Ordered(NamedTuple):
     """The rows of a call in the order of the teacher's rows, on the device; unsupervised rows come last."""
 
     order: Tensor  # (N,) positions in the call
-    rows: Tensor  # (N,) the teacher's row of each
-    starts: Tensor  # (N,) bool, whether the teacher's row differs from that of the row before
-    ranks: Tensor  # (N,) number of different rows of the teacher up to this one, less 1
+    rows: Tensor  # (N,) the teacher's row of each position
+    starts: Tensor  # (N,) bool, whether the teacher's row differs from that of the previous position
+    ranks: Tensor  # (N,) index of the teacher's row among the distinct rows of the teacher
     piece: int
 
     @classmethod
     def of(cls, supervised: Tensor, rows: Tensor, count: int, piece: int) -> "Ordered":
-        """Sort the rows; `count` is the number of the teacher's rows."""
+        """Sort the rows. `count` is the number of rows of the teacher."""
         rows = torch.where(supervised, rows, count)
         order = rows.argsort(stable=True)
         rows = rows[order]
@@ -60,14 +60,17 @@ class Ordered(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """Numbers for the host to read: the rank of the first row of each piece, the rank of the last row of
-        each whole piece, and the number of the teacher's rows."""
+        """The numbers that the host reads.
+
+        The rank of the first row of each piece, the rank of the last row of each whole piece, and the number
+        of the teacher's rows.
+        """
         return torch.cat(
             (self.ranks[:: self.piece], self.ranks[self.piece - 1 :: self.piece], self.starts.sum()[None])
         )
 
     def read(self, count: int, numbers: Sequence[int]) -> TeacherRows:
-        """The teacher's rows of the `count` supervised rows, given the numbers that the host has read."""
+        """Return the teacher's rows of the `count` supervised rows, given `numbers` on the host."""
         N = self.order.shape[0]
         piece = self.piece
         distinct = numbers[-1]

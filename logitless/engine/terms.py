@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from logitless.engine.spec import LossSpec
 
 UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
-# Units of more than one token.
+# Units that consist of several tokens.
 GROUPS = ("sequences", "pairs")
 
 
 class Term(NamedTuple):
-    """Unreduced values of a part of a loss (or of a metric), and the unit whose number divides their sum.
+    """Unreduced values of a part of a loss or of a metric, and the divisor of their sum.
 
     Attributes:
-        values: (n,), one entry per row of the slice; in a loss whose scope is not "token" also (sequences,)
-            or (pairs,); 0-d only with `over=None`. The engine sums the values over the call.
+        values: (n,), one value per row of the slice. If the scope of the loss is not "token", (sequences,)
+            and (pairs,) are also allowed. 0-d only with `over=None`. The engine sums the values over the
+            call.
         over: the divisor of the sum. "tokens", "sequences", "pairs" or "chosen_tokens" (tokens of the first
-            half of the sequences): the number of these in the call. None: 1. In a metric also a tensor of
-            weights in the shape of `values`, such as a mask: the sum of the weights over the call.
-        of: the unit of each value, in a loss whose scope is not "token": "tokens", "sequences" or "pairs".
-            None: `over` if `over` is "sequences" or "pairs", else "tokens"; with a warning if the shape of
-            the values contradicts this unit.
+            half of the sequences): the number of these units in the call. None: 1. In a metric, it can also
+            be a tensor of weights in the shape of `values`, such as a mask: the divisor is then the sum of
+            the weights over the call.
+        of: the unit of `values`, if the scope of the loss is not "token": "tokens", "sequences" or "pairs".
+            None: `over` if it is "sequences" or "pairs", else "tokens"; with a warning if the shape of the
+            values contradicts this unit.
     """
 
     values: Tensor
@@ -41,39 +43,40 @@ class Term(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The unit of each value: "tokens", "sequences" or "pairs"."""
+        """The unit of the values: "tokens", "sequences" or "pairs"."""
         if self.of is not None:
             return self.of
         return self.over if isinstance(self.over, str) and self.over in GROUPS else "tokens"
 
 
-# Statistics that a loss need not declare.
+# Statistics that are available without declaration.
 ALWAYS_THERE = ("logps", "lse", "lse_residual")
-# The result of `terms`: parts of the loss by name, and metrics by name.
+# The result of `LinearLoss.terms`: (parts of the loss by name, metrics by name).
 Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
-# The factor of the sum over each unit; the key None is for terms with `over=None`.
+# Unit -> the factor of the sum. The key None is for terms with `over=None`.
 Factors = Mapping[str | None, float | Tensor]
-# Sums of a slice's metrics. The key is a unit followed by the names of the metrics over this unit, the value
-# their sums (metrics,). For the unit OWN the value is (2, metrics): sums of the values, sums of the weights.
+# Sums of the metrics of a slice. A key is a unit followed by the names of the metrics over this unit, and the
+# value is their sums (metrics,). For the unit OWN the value is (2, metrics): the sums of the values, and the
+# sums of the weights.
 Sums = Mapping[tuple[str | None, ...], Tensor]
 OWN = "weights of its own"
 
 
 class UnitFactors(NamedTuple):
-    """Factors of the loss's terms and of the metrics."""
+    """The factors of the loss's terms and of the metrics."""
 
-    loss: Factors | None  # None where the loss is not reduced
+    loss: Factors | None  # None with reduction="none"
     metrics: Factors
-    num_items_unit: str | None = None  # the unit that `num_items` counts; None: the call has none
+    num_items_unit: str | None = None  # the unit that `num_items` counts; None: the call has no `num_items`
 
     def tensors(self, like: Tensor) -> "UnitFactors":
-        """The factors as 0-d tensors: a compiled function would recompile for every new Python number."""
+        """Return the factors as 0-d tensors: a compiled function recompiles for every Python number."""
         options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
 
         def convert(factors: Factors | None) -> Factors | None:
             if factors is None:
                 return None
-            # torch.full fills on the device; copying a number from the host would be a sync.
+            # torch.full fills on the device. Copying a number from the host would be a host sync.
             return {
                 unit: x.to(**options) if isinstance(x, Tensor) else torch.full((), x, **options)
                 for unit, x in factors.items()
@@ -85,10 +88,10 @@ class UnitFactors(NamedTuple):
 def reduced(
     terms: Mapping[str, Term], factors: UnitFactors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> Tensor:
-    """The reduced loss, 0-d: the sum over terms of (sum of the values * factor of the unit).
+    """Return the reduced loss (0-d): the sum over all terms of (sum of the values * factor of the unit).
 
     Raises:
-        ValueError: the call has `num_items`, and no term has the unit that it counts.
+        ValueError: the call has `num_items`, but no term is over the unit that it counts.
     """
     _check_num_items(terms, factors)
     first, *remaining = [
@@ -105,16 +108,16 @@ def _check_num_items(terms: Mapping[str, Term], factors: UnitFactors) -> None:
         raise value_error(
             "num_items",
             f"None for a loss without a term over {unit!r}, the unit that it counts",
-            f"a number beside terms over {units}",
-            "leave it out, or set the loss's `unit` to the one that it counts",
+            f"a number with terms over {units}",
+            "leave it out, or set `unit` of the loss to the unit of its terms",
         )
 
 
 class _Table:
-    """Sums of tensors, without gradient, with one launch for all tensors of the same length.
+    """Sums of tensors without gradient, computed in one launch for all tensors of the same length.
 
     Args:
-        values: the tensors to sum, in the order in which `take` returns their sums.
+        values: the tensors to sum. `take` and `take_one` return their sums in this order.
     """
 
     def __init__(self, values: Sequence[Tensor]):
@@ -125,7 +128,7 @@ class _Table:
         self._taken = dict.fromkeys(self._sums, 0)
 
     def take(self, values: Sequence[Tensor]) -> Tensor:
-        """(m,) the sums of the next m values."""
+        """(m,) the sums of the next m tensors."""
         kinds = {(x.dtype, x.shape) for x in values}
         if len(kinds) > 1:
             return torch.stack([self.take_one(x) for x in values])
@@ -136,14 +139,14 @@ class _Table:
         return sums if sums.shape[0] == len(values) else sums[start : start + len(values)]
 
     def take_one(self, value: Tensor) -> Tensor:
-        """() the sum of the next value."""
+        """() the sum of the next tensor."""
         kind = value.dtype, value.shape
         self._taken[kind] += 1
         return self._sums[kind][self._taken[kind] - 1]
 
 
 def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[Tensor]]:
-    """The tensors to sum for the metrics of each unit, with the keys of `Sums`."""
+    """Return the tensors to sum for the metrics of each unit, with the keys of `Sums`."""
     names: dict[str | None, list[str]] = {}
     for name, term in metrics.items():
         names.setdefault(OWN if isinstance(term.over, Tensor) else term.over, []).append(name)
@@ -156,8 +159,10 @@ def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[T
 
 
 def metric_sums(metrics: Mapping[str, Term]) -> Sums:
-    """The sums of a slice's metrics, in plain PyTorch: for compiled functions, which cannot launch our
-    kernels and must not specialize on a shape."""
+    """Return the sums of the metrics of a slice, computed by PyTorch operations.
+
+    For compiled functions, which cannot launch our kernels and must not specialize on a shape.
+    """
     sums = {}
     for (unit, *names), values in _by_unit(metrics).items():
         first = values[0].detach()
@@ -174,7 +179,7 @@ def metric_sums(metrics: Mapping[str, Term]) -> Sums:
 def reported(
     result: Terms, factors: UnitFactors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> tuple[Tensor, Sums]:
-    """(reduced loss of a slice, as `reduced` computes it; sums of its metrics), without gradient."""
+    """Return (reduced loss of a slice, as in `reduced`; sums of its metrics), without gradient."""
     terms, metrics = result
     _check_num_items(terms, factors)
     units = _by_unit(metrics)
@@ -194,11 +199,11 @@ def reported(
 def differentiated(
     evaluate: Callable[[dict[str, Tensor]], Terms], variables: Mapping[str, Tensor], factors: UnitFactors
 ) -> tuple[dict[str, Tensor], Terms]:
-    """(gradients of the reduced loss with respect to `variables`, result of `evaluate`).
+    """Return (gradients of the reduced loss with respect to `variables`, result of `evaluate`).
 
-    The backward pass starts at the values of each term, with the factor of the unit as their upstream
-    gradient. So the reduction over the ranks of `cp_group` is not differentiated, and every rank gets the
-    gradient with respect to its own tokens.
+    The backward pass starts at the values of each term, with the factor of the unit as upstream gradient.
+    Therefore the reduction over the ranks of `cp_group` is not differentiated, and every rank gets the
+    gradient with respect to its tokens.
     """
     leaves, result = recorded(evaluate, variables)
     terms = [term for term in result[0].values() if term.values.requires_grad]
@@ -207,7 +212,7 @@ def differentiated(
 
 
 def _spread(factor: float | Tensor, values: Tensor) -> Tensor:
-    """The factor expanded to the shape of `values`."""
+    """Expand the factor to the shape of `values`."""
     if not isinstance(factor, Tensor):
         factor = values.new_full((), factor)
     return factor.to(values.dtype).expand(values.shape)
@@ -216,11 +221,12 @@ def _spread(factor: float | Tensor, values: Tensor) -> Tensor:
 def means(
     shares: Sequence[Sums], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> dict[str, Tensor]:
-    """The metrics of a call, from the sums of its slices; 0 where the divisor is 0."""
+    """Compute the metrics of a call from the sums of its slices. A metric is 0 if its divisor is 0."""
     metrics = {}
     for unit, *names in shares[0] if shares else ():
-        # With the unit OWN, sums of values and of weights are both summed over the ranks. For values of whole
-        # sequences, which all ranks have, that multiplies both by the number of ranks.
+        # If a metric has its own weights (`over` is a tensor, the unit OWN), the sum of its values and the
+        # sum of its weights are both all-reduced over `cp_group`. Values per sequence are replicated on all
+        # ranks, so both sums are multiplied by the number of ranks, and their ratio is unchanged.
         first, *remaining = [share[unit, *names] for share in shares]
         total = sequences.sum_unless_whole(sum(remaining, first), unit)
         if unit == OWN:
@@ -233,33 +239,35 @@ def means(
 
 
 def unreduced(terms: Mapping[str, Term]) -> Tensor:
-    """The sum of the terms, unreduced. All terms must have the same unit."""
+    """Return the unreduced sum of the terms, which must all have the same unit."""
     units = {term.over for term in terms.values()}
     if len(units) != 1:
         raise value_error(
             "reduction",
             "'mean' or 'sum' for a loss of several units",
             f"'none' with {sorted(map(str, units))}",
-            "reduce it",
+            "choose one of these",
         )
     return sum(term.values for term in terms.values())
 
 
-# Losses (class, identity, names of the inputs that were None) whose terms passed the checks on a slice with
+# (class, identity, names of the inputs that are None) of losses whose terms passed the checks on a slice with
 # several rows and units.
 _CHECKED = Remembered()
 
 
 def evaluate_terms(loss: "LossSpec", logits_or_stats: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
-    """`loss.terms` on the logits of a slice, or on its statistics by name; 0 in unsupervised rows.
+    """Evaluate `loss.terms` for the logits or the statistics of a slice. Values of unsupervised rows are set
+    to 0.
 
-    Shapes of the terms are checked until a slice has passed in which every wrong shape would show.
+    The shapes of the terms are checked until they have passed for a slice in which every wrong shape is
+    detectable.
     """
     if not isinstance(logits_or_stats, Tensor):
         stats = TokenStats()
         declared = (*ALWAYS_THERE, *loss.differentiates, *loss.observes)
         for name, x in logits_or_stats.items():
-            # Some kernels compute several statistics together; pass on those that the loss declares.
+            # Some kernels compute several statistics together. Pass only those that the loss declares.
             if name in declared:
                 setattr(stats, name, x)
         logits_or_stats = stats
@@ -273,7 +281,7 @@ def evaluate_terms(loss: "LossSpec", logits_or_stats: Tensor | Mapping[str, Tens
         raise
     key = type(loss), loss.identity, batch.absent
     if torch.compiler.is_compiling():
-        # Tracing must not read or change the state of eager calls.
+        # While tracing, do not read or change the state of eager calls.
         check_terms(loss, result, batch)
     elif not batch.targets.is_meta and key not in _CHECKED:
         check_terms(loss, result, batch)
@@ -286,7 +294,7 @@ def evaluate_terms(loss: "LossSpec", logits_or_stats: Tensor | Mapping[str, Tens
 
 
 def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
-    """Raise unless `result` is two dicts of Term with a value per row, sequence or pair of the slice."""
+    """Raise unless `result` is two dicts of `Term` with one value per row, sequence or pair of the slice."""
     name = type(loss).__name__
     remedy = "return the unreduced parts of the loss and the metrics"
     if (
@@ -321,21 +329,21 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
 
 
 def _check_unit(whose: str, term: Term, lengths: Mapping[str, int]) -> None:
-    """Raise, or warn, if a term's values are not one per `term.unit`."""
+    """Raise ValueError, or warn, if a term does not have one value per `term.unit`."""
     if term.values.shape[0] == lengths.get(term.unit):
         return
     several = ", ".join(map(repr, lengths))
     if term.of is not None:
         raise value_error(
             "terms",
-            f"of= what {whose} has one value of each",
+            f"of= the unit of `values` in {whose}",
             f"{term.of!r} with {term.values.shape[0]} values",
             f"pass one of {several}",
         )
     if not torch.compiler.is_compiling():
         warn(
-            f"terms: {whose} has no value of each of the {term.unit} that over= names. Say what it has one "
-            f"of, with of= one of {several}: where there are as many tokens as sequences, no shape tells.",
+            f"terms: {whose} does not have one value for each of the {term.unit}. Set of= to the unit of its "
+            f"values, one of {several}: the shape is ambiguous with as many tokens as sequences.",
             UserWarning,
         )
 
@@ -359,7 +367,7 @@ def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metr
             )
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
     if not fits and not (values.dim() == 0 and over is None):
-        # Made only on failure: Dynamo would specialize on the lengths in the text.
+        # The text is only constructed on failure, because Dynamo would specialize on the lengths in it.
         names = {"tokens": "row", "sequences": "sequence", "pairs": "pair"}
         shapes = " or ".join(f"({length},), one per {names[unit]}" for unit, length in lengths.items())
         raise value_error(

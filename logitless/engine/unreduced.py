@@ -1,4 +1,4 @@
-"""reduction="none": the values of the loss, by ordinary autograd over per-token statistics."""
+"""reduction="none": the unreduced loss, differentiated by ordinary autograd over per-token statistics."""
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from logitless.parallel.vocabulary import Shards
 def unreduced_loss(
     call: HeadCall, shape: torch.Size
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
-    """(values of the loss, one per unit; metrics; per-token statistics that the options ask for; plan)."""
+    """Return (values of the loss, one per unit; metrics; requested per-token statistics; plan)."""
     loss = call.loss
     outcome = run_calls([call], Mode.PER_TOKEN)
     statistics = dict(outcome.statistics)
     if "values" in statistics:
-        # A loss of logits: its values were computed chunk by chunk.
+        # The values of a `LogitsLoss` were computed chunk by chunk.
         values = statistics.pop("values").view(shape)
         metrics = torch.stack(list(statistics.values())) if statistics else values.new_zeros(0)
         return values, metrics, {}, outcome.plan
@@ -51,7 +51,7 @@ def unreduced_loss(
 
 
 def _whole_batch(call: HeadCall) -> Batch:
-    """A batch of all tokens, in call order."""
+    """Return a batch of all tokens of the call, in call order."""
     loss = call.loss
     targets = call.targets
     count = call.sequence_count

@@ -4,8 +4,9 @@
       _target_: logitless.integrations.nemo_automodel.LogitlessCrossEntropy
       logits_budget: 2684354560
 
-Its recipes pass hidden states to every `LinearCrossEntropy`. The class is a `ChunkedCrossEntropy`, whose
-`prepare_lm_weight` checks the head, gathers it from FSDP2 and casts it to the dtype of the products.
+The recipes pass hidden states to every `LinearCrossEntropy`. `LogitlessCrossEntropy` is a subclass of
+`ChunkedCrossEntropy`, whose `prepare_lm_weight` checks the head, gathers it from FSDP2 and casts it to the
+dtype of the products.
 """
 
 import torch
@@ -25,9 +26,10 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
     """Cross-entropy that keeps one chunk of logits in memory, within `logits_budget` bytes.
 
     Args:
-        ignore_index: label of tokens that do not count.
+        ignore_index: labels with this id are not supervised.
         reduction: "sum", "mean" or "none".
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default that of
+            `CrossEntropyLoss`.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
                 is not None, torch.float32 or the dtype of the head.
         """
         if self.reduction != "sum" and (num_label_tokens is not None or loss_weights is not None):
-            remedy = "num_label_tokens and loss_weights are for a sum"
+            remedy = "num_label_tokens and loss_weights require a sum"
             raise value_error("reduction", "'sum'", repr(self.reduction), remedy)
+        # `logits_dtype` is only validated. `ChunkedCrossEntropy` rounds the product to the head's dtype
+        # before it casts the logits to `logits_dtype`, so the accepted values all give the same loss.
         if logits_dtype not in (None, torch.float32, lm_weight.dtype):
             expected = f"None, torch.float32 or the head's {lm_weight.dtype}"
             remedy = "let the head's dtype be that of the logits"

@@ -1,9 +1,10 @@
-"""The operators of the losses, and which of their implementations runs on a device.
+"""The operators of the losses, and the choice of their implementation on a device.
 
-`head` holds the operators on a chunk of logits, `ids` those for several ids per token: each operator has a
-launcher, a PyTorch twin, and portable Triton kernels in `*_triton.py`. `fused_projection` is the interface to
-the products with an epilogue, whose kernels are for one GPU generation each, as in `hopper`. `launch`,
-`operands`, `layout` and `matmul` are shared. Called by the engine, `parallel` and `layers`.
+`head` contains the operators on a chunk of logits, and `ids` the operators for several ids per token. Each
+operator has a launcher, a PyTorch implementation (the "twin"), and portable Triton kernels in `*_triton.py`.
+`fused_projection` is the interface to products with an epilogue, whose kernels are specific to a GPU
+generation, such as `hopper`. `launch`, `operands`, `layout` and `matmul` are shared. The engine, `parallel`
+and `layers` call this package.
 """
 
 import functools
@@ -17,20 +18,20 @@ from types import ModuleType
 import torch
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Subpackages with the kernels of one GPU generation, by the major number of its compute capability. Hopper's
-# kernels were not tested on newer GPUs. Their tiles take 144 KiB of shared memory per program: capability 10
-# has 227 KiB, capability 12 has 99 KiB.
+# Major number of the compute capability -> subpackage with the kernels of this GPU generation. The Hopper
+# kernels were not tested on newer GPUs. Their tiles take 144 KiB of shared memory per program: compute
+# capability 10 has 227 KiB, and compute capability 12 has 99 KiB.
 GENERATIONS = {9: "hopper"}
-# The generation that `planned_for` has set; None outside of it.
+# The generation that `planned_for` has set; None outside of its context.
 _planned: int | None = None
 
 
 @contextmanager
 def planned_for(generation: int) -> Iterator[None]:
-    """Plan for a GPU of another machine: in this context, `uses_triton`, `fused_products` and `piece_bytes`
-    of matmul.py return the results of a GPU of this generation, for tensors on any device.
+    """Context for planning a call on a GPU that is not in this machine.
 
-    No thread may launch a kernel in this context.
+    In this context, `uses_triton`, `fused_products` and `matmul.piece_bytes` return the results for a GPU of
+    this generation, for tensors on any device. No thread may launch a kernel in this context.
     """
     global _planned
     before, _planned = _planned, generation
@@ -60,7 +61,7 @@ def _triton_runs(device_type: str) -> bool:
 
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the portable Triton kernels run here; elsewhere their PyTorch twins do."""
+    """Whether the portable Triton kernels run on this device; otherwise their PyTorch twins run."""
     if plans_elsewhere():
         return dtype in TRITON_DTYPES
     return dtype in TRITON_DTYPES and _triton_runs(device.type) and not _computes_shapes_alone()
@@ -69,22 +70,23 @@ def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
 def _computes_shapes_alone() -> bool:
     """Whether a FakeTensorMode is active, whose tensors have no memory that a kernel could read."""
     if torch.compiler.is_compiling():
-        return False  # Dynamo's own FakeTensorMode, under which no kernel is called
+        return False  # the FakeTensorMode of Dynamo, under which no kernel is called
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def fused_products(device: torch.device) -> ModuleType | None:
-    """The products with an epilogue for the GPU generation of `device`, or None where there are none.
+    """The package with the products with an epilogue for the GPU generation of `device`; None if there is
+    none.
 
-    The package of a generation has `DTYPES`, the operand dtypes that it multiplies, and the functions `read`,
-    `write` and `row_bytes`, as `fused_projection.py` describes them. The first call imports it, and Triton.
+    The package has `DTYPES`, the operand dtypes that it supports, and the functions `read`, `write` and
+    `row_bytes`, which `fused_projection.py` documents. The first call imports the package and Triton.
     """
     return _products_of(_generation(device) if _planned is None else _planned)
 
 
 @functools.cache
 def _generation(device: torch.device) -> int | None:
-    """Major number of the compute capability of an NVIDIA GPU on which Triton runs; None for others."""
+    """Major number of the compute capability of an NVIDIA GPU with Triton; None for other devices."""
     if device.type != "cuda" or torch.version.hip or not _triton_runs(device.type):
         return None
     return torch.cuda.get_device_capability(device)[0]

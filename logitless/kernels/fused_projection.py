@@ -1,18 +1,18 @@
 """Project a chunk and compute its statistics in one kernel, without materializing the logits.
 
-    read     hidden, weight -> log p(target), log-sum-exp, entropy and arg-max hit and, if asked for,
-             d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one
+    read     hidden, weight -> log p(target), log-sum-exp, entropy, top-1 flag and, if requested,
+             d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one kernel
     write    hidden, weight -> d loss / d logits from the gradients of the per-token statistics: `project` and
-             `logits_gradient` in one
+             `logits_gradient` in one kernel
 
-The logits are the product's fp32 accumulators and are never rounded. Two passes over the same rows, in
-another grad mode or with another number of rows, must use the same logits. Therefore `serves` decides from
-device, dtypes and head alone whether the logits of a call are fp32. These kernels cannot evaluate the loss
-between the statistics and the gradient of a chunk, compute weighted sums of logits or return predictions
-(`objectives.tokens.can_fuse_epilogue`): such a pass writes the chunk's logits to memory in fp32. Each GPU
-generation has its own kernels, and most have none (`kernels.fused_products`). There is no twin: on other
-devices `project` and the row kernels of `head/cross_entropy.py` compute the same, and the tests compare with
-these.
+The logits are the fp32 accumulators of the product, and are never rounded. Two passes over the same rows must
+use the same logits, even if the grad mode or the number of rows differs. Therefore `serves` decides only from
+device, dtypes and head whether the logits of a call are fp32. These kernels cannot evaluate the loss between
+the statistics and the gradient of a chunk, compute weighted sums of logits, or return predictions
+(`objectives.tokens.can_fuse_epilogue`). In these cases, a pass writes the logits of the chunk to memory in
+fp32. Each GPU generation needs separate kernels, and most have none (`kernels.fused_products`). There is no
+PyTorch twin: on other devices, `project` and the row kernels of `head/cross_entropy.py` compute the same
+results, with which the tests compare.
 """
 
 import torch
@@ -24,11 +24,11 @@ from logitless.kernels.head.transform import LogitTransform
 
 
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
-    """Whether the kernels take hidden states (C, H) in `dtype` and these heads.
+    """Whether the kernels support hidden states (C, H) in `dtype` and these heads.
 
     The caller converts a head of another dtype to `dtype` before the product. Every row must start at a
-    multiple of 16 bytes. H and the width of a head may differ: with LoRA on the head, H includes the
-    adapter's columns, and a reference model may have another hidden size.
+    multiple of 16 bytes. H and the number of columns of a head may differ: with LoRA on the head, H includes
+    the columns of the adapter, and a reference model may have another hidden size.
     """
     return H * dtype.itemsize % 16 == 0 and all(
         (products := fused_products(head.device)) is not None
@@ -47,8 +47,8 @@ def row_bytes(device: torch.device, V: int, *, stored: bool) -> int:
     return fused_products(device).row_bytes(V, stored=stored)
 
 
-def new_place(weight: Tensor, rows: int) -> Tensor:
-    """Empty gradient (rows, V) in the dtype of the products, whose rows start at multiples of 16 bytes."""
+def new_gradient_buffer(weight: Tensor, rows: int) -> Tensor:
+    """Allocate a gradient (rows, V) in the dtype of the products. Its rows start at multiples of 16 bytes."""
     V = weight.shape[0]
     step = 16 // weight.itemsize
     room = weight.new_empty((rows, -(-V // step) * step))
@@ -56,10 +56,10 @@ def new_place(weight: Tensor, rows: int) -> Tensor:
 
 
 def head_sums(weight: Tensor, bias: Tensor | None, head: LogitTransform) -> Tensor | None:
-    """(H + 1,) fp32: the sum of the head's rows, then the sum of its bias; None with a softcap.
+    """(H + 1,) fp32: the sum of the head's rows, followed by the sum of its bias; None with a softcap.
 
-    The sum of a row's logits is the product of its hidden state with this vector, so no kernel has to add up
-    the logits.
+    The sum of the logits of a row is the product of its hidden state with this vector, so that no kernel
+    needs to sum the logits.
     """
     if head.softcap is not None:
         return None
@@ -73,14 +73,19 @@ def read(
     targets: Tensor,  # (C,) int64
     out: TokenBuffers,  # (C,) each, written; sum_logits is unweighted
     *,
-    gradient: Tensor | None,  # (C, V) from `new_place`, written; None: nothing is stored
+    gradient: Tensor | None,  # (C, V) from `new_gradient_buffer`, written; None: no gradient is stored
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
-    sums: Tensor | None = None,  # from `head_sums`; None: the kernel adds up every logit
+    sums: Tensor | None = None,  # from `head_sums`; None: the kernel sums the logits
 ) -> Tensor | None:
-    """Fill `out` and `gradient`, and return `row_scale` (C,): d logp / d logits = row_scale[:, None] *
-    gradient."""
+    """Compute the logits `hidden @ weight.T` tile by tile, and write their statistics to `out`.
+
+    With `gradient`, also write an unscaled gradient to it.
+
+    Returns:
+        row_scale (C,), with d logp / d logits = row_scale[:, None] * gradient; None if `gradient` is None.
+    """
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
     return fused_products(hidden.device).read(hidden, weight, targets, out, **options, sums=sums)
 
@@ -98,7 +103,7 @@ def write(
     class_weights: Tensor | None = None,  # (V,) of sum_logits
     ignore_index: int = -100,
 ) -> None:
-    """Fill `gradient` with d loss / d logits; ignored rows get zeros."""
+    """Recompute the logits tile by tile, and write d loss / d logits to `gradient`; zeros in ignored rows."""
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
     products = fused_products(hidden.device)
     products.write(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)

@@ -1,8 +1,8 @@
 """`cached_launch`: cached launches of Triton kernels.
 
-Triton specializes the operands and calls its launch hooks in every launch, which nearly doubles the host time
-of a launch; the time of a small call, or of a small model's step, is mostly launches. `cached_launch` looks
-the compiled kernel up by a key of everything that Triton specializes on.
+In every launch, Triton specializes the operands and calls its launch hooks, which nearly doubles the host
+time of the launch. The time of a small call, or of a step of a small model, consists mostly of launches.
+`cached_launch` looks up the compiled kernel by a key of all properties on which Triton specializes.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Options of `triton.jit`: kernels are not specialized on what changes from chunk to chunk or from call to
-# call, the number of rows and the alignment of per-row vectors.
+# Options of `triton.jit`: do not specialize kernels on properties that change between chunks or calls, which
+# are the number of rows and the alignment of per-row vectors.
 OF_CHUNKS = {
     "do_not_specialize": ["C", "rows", "partial_stride", "count", "piece"],
     "do_not_specialize_on_alignment": [
@@ -37,15 +37,19 @@ OF_CHUNKS = {
 def cached_launch(kernel: triton.JITFunction) -> "triton.JITFunction | CachedLaunch":
     """Wrap a kernel so that a launch reuses the kernel compiled for operands with the same specialization.
 
-    The launch syntax stays `kernel[grid](...)`. On other GPUs than NVIDIA's the kernel is returned as it is,
-    because Triton's key has more parts there: on AMD GPUs, also the size of a tensor's storage.
+    The launch syntax is still `kernel[grid](...)`. On GPUs of other vendors than NVIDIA, the kernel is
+    returned unchanged, because Triton specializes on more properties there, such as the size of a tensor's
+    storage on AMD GPUs.
     """
     compiles = isinstance(kernel, triton.JITFunction)  # False in Triton's interpreter
     return CachedLaunch(kernel) if compiles and torch.version.cuda is not None else kernel
 
 
 class CachedLaunch:
-    """A kernel with cached launches. Operands are positional; constexprs and launch options are keywords."""
+    """A kernel with cached launches.
+
+    Operands are positional arguments, constexprs and options are keywords.
+    """
 
     def __init__(self, kernel: triton.JITFunction):
         self.kernel = kernel
@@ -76,7 +80,7 @@ class CachedLaunch:
         launch(*(*grid, 1, 1)[:3], stream, *loaded, *unheard, *operands, *rest)
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:
-        """Compile and launch by Triton's own path.
+        """Compile and launch with the launcher of Triton.
 
         Returns:
             (the compiled kernel, the constexpr values to pass after the operands in every later launch).
@@ -89,15 +93,16 @@ class CachedLaunch:
 
 
 def has_hooks(hook: object) -> bool:
-    """Whether a launch hook has listeners, such as a profiler. Triton's hook chains may be empty."""
+    """Whether a launch hook has listeners, such as a profiler. A hook chain of Triton may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 
 def specialization_key(operands: Sequence) -> list:
-    """Specialization key of the operands, as Triton forms it.
+    """Specialization key of the operands, with the properties on which Triton specializes.
 
-    Integers: equal to 1, multiple of 16 or neither, and 32 or 64 bits. Tensors: dtype and 16-byte alignment.
-    One expression, because a launch has up to thirty operands and this runs in every launch.
+    Integers: whether equal to 1, multiple of 16 or neither, and whether 32 or 64 bits. Tensors: dtype and
+        16-byte alignment.
+    This is a single expression, because it runs in every launch for up to thirty operands.
     """
     return [
         ((1 if x == 1 else 0 if x & 15 else 16) if -(2**31) <= x < 2**31 else 3 if x & 15 else 4)

@@ -1,11 +1,11 @@
-"""The three products of a chunk, each written where it is needed and rounded once.
+"""The three products of a chunk, each written to its destination and rounded once.
 
     logits    = hidden @ weight.T     [C, V]
-    d_hidden  = d_logits @ weight     [C, H], returned in fp32
+    d_hidden  = d_logits @ weight     [C, H], summed in fp32
     d_weight += d_logits.T @ hidden   [V, H], accumulated in place
 
 On CUDA, `out_dtype` makes cuBLAS read half precision and write fp32. Other devices upcast one piece of the
-vocabulary at a time to fp32, so that no upcast copy of a whole chunk or head exists.
+vocabulary at a time to fp32, so that there is no upcast copy of a whole chunk or head.
 """
 
 import functools
@@ -19,8 +19,8 @@ from logitless.kernels import plans_elsewhere
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this device multiplies `dtype` matrices into fp32 ones, found by one small product."""
-    with unset_fake_temporarily():  # a fake product exists on every device
+    """Whether the device multiplies `dtype` matrices with fp32 results, determined by a small product."""
+    with unset_fake_temporarily():  # a product of fake tensors succeeds on every device
         try:
             probe = torch.ones(16, 16, device=device_type, dtype=dtype)
             wide = torch.ones(16, 16, device=device_type, dtype=torch.float32)
@@ -41,38 +41,38 @@ def _vocabulary_pieces(V: int):
 
 
 def piece_bytes(device: torch.device, dtype: torch.dtype, logits_dtype: torch.dtype, V: int, H: int) -> int:
-    """Bytes of the upcast piece of the head; 0 where the products need none."""
+    """Bytes of the upcast piece of the head; 0 if the products do not upcast."""
     wide = torch.promote_types(logits_dtype, torch.float32)
     if dtype == wide:
         return 0
-    # Every GPU that can be planned for without being here multiplies into fp32.
+    # All GPUs that can be planned for from another machine support products with fp32 results.
     if wide == torch.float32 and (plans_elsewhere() or _has_out_dtype(device.type, dtype)):
         return 0
     return min(V, _piece(V)) * H * wide.itemsize
 
 
 def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """`out[C, V] = hidden @ weight.T`, in out's dtype: the operands' own, or a wider one."""
+    """`out[C, V] = hidden @ weight.T`, in the dtype of `out`: that of the operands or a wider dtype."""
     if out.dtype == hidden.dtype:
         return torch.mm(hidden, weight.t(), out=out)
     if out.dtype == torch.float32 and _has_out_dtype(hidden.device.type, hidden.dtype):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     wide = hidden.to(out.dtype)
     for piece in _vocabulary_pieces(weight.shape[0]):
-        # With `out` autocast, which would round the result, leaves the product alone.
+        # With `out`, autocast does not apply to the product. It would round the result.
         torch.mm(wide, weight[piece].to(out.dtype).t(), out=out[:, piece])
     return out
 
 
 def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """`out[C, H] = d_logits @ weight`, summed in fp32 at least; in the dtype of `out`, which may be wider."""
+    """`out[C, H] = d_logits @ weight`, summed in at least fp32, in the dtype of `out`, which may be wider."""
     device = d_logits.device.type
     dtype = d_logits.dtype
     if out.dtype == dtype and (device != "cpu" or dtype == torch.promote_types(dtype, torch.float32)):
         return torch.mm(d_logits, weight, out=out)
     if out.dtype == torch.float32 != dtype and _has_out_dtype(device, dtype):
         return torch.mm(d_logits, weight, out_dtype=torch.float32, out=out)
-    # Half-precision products of a CPU may sum a long row in half precision.
+    # CPUs may sum the long rows of half-precision products in half precision.
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for piece in _vocabulary_pieces(weight.shape[0]):
         total.addmm_(d_logits[:, piece].float(), weight[piece].float())
@@ -80,7 +80,10 @@ def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 
 def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """`total[V, H] (+)= d_logits.T @ hidden`: the first chunk writes, later ones add; no [V, H] temporary."""
+    """`total[V, H] (+)= d_logits.T @ hidden`, without a (V, H) temporary.
+
+    The first chunk overwrites `total`, and later chunks add to it.
+    """
     transposed = d_logits.t()
     if total.dtype == d_logits.dtype:
         torch.mm(transposed, hidden, out=total) if first else total.addmm_(transposed, hidden)

@@ -1,4 +1,4 @@
-"""Operands of the layer operators (norm, rope, gated): checks, and the views that their kernels take."""
+"""Operands of the layer operators (norm, rope, gated): checks, and views for their kernels."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from torch import Tensor
 from logitless import errors
 from logitless.kernels import TRITON_DTYPES, uses_triton
 
-# These run several times a decoder layer: a message is put together only where it is raised.
+# These checks run several times per decoder layer. Therefore a message is only constructed when it is raised.
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -41,7 +41,7 @@ def check_vector(size: int, **operands: Tensor | None) -> None:
 
 
 def widest_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype that torch promotes these operands to."""
+    """The dtype to which torch promotes these operands."""
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype != dtype:
@@ -50,14 +50,17 @@ def widest_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
 
 
 def all_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the Triton kernels run on these operands, which are on one device. False without elements."""
+    """Whether the Triton kernels run for these operands, which are on one device.
+
+    False for empty operands.
+    """
     if not uses_triton(x.device, x.dtype) or x.numel() == 0:
         return False
     return all(t is None or t.dtype in TRITON_DTYPES for t in others)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """`x` (..., H), copied if it must be, and the stride between the rows of its (N, H) view."""
+    """Return `x` (..., H), copied if necessary, and the row stride of its (N, H) view."""
     if x.is_contiguous():
         return x, x.shape[-1]
     x = x.reshape(-1, x.shape[-1])
@@ -70,9 +73,9 @@ _HERE = contextlib.nullcontext()
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Makes x's GPU the current one: Triton launches there, whatever GPU its pointers belong to.
+    """Context in which the GPU of x is the current device: Triton launches on the current device.
 
-    They differ where the layers of one model lie on several GPUs.
+    The current device may be another GPU if the layers of a model are on several GPUs.
     """
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
@@ -88,5 +91,6 @@ def multiprocessors(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
         return torch.xpu.get_device_properties(device).gpu_subslice_count
-    # Triton's interpreter runs one program after the other; two make the sum over programs worth its test.
+    # Triton's interpreter runs the programs sequentially. Two programs are sufficient to test the sum over
+    # programs.
     return 2

@@ -1,9 +1,9 @@
-"""The losses, and the base classes for writing a loss.
+"""The losses, and the base classes for custom losses.
 
-Each file has one family of losses: terms, inputs and checks. `base` has the base classes for an author of a
-loss, `linear` the call that all losses share, `heads` the conversion of LM head modules to tensors;
-`declarations`, `inputs` and `keywords` check class declarations and call signatures. Public names are in
-`logitless`. Users, models and trainers call the losses.
+Each file contains one family of losses, with its terms, inputs and checks. `base` contains the base classes
+for custom losses. `linear` implements the call that all losses share, and `heads` converts LM head modules to
+tensors. `declarations`, `inputs` and `keywords` check class declarations and call signatures. The public
+names are exported by `logitless`. Users, `models` and the trainers call the losses.
 """
 
 from logitless.engine.batch import Batch, TokenStats

@@ -14,10 +14,10 @@ GROUPS = ("tp_group", "cp_group")
 
 
 def check_agreement(loss, tensors: dict[str, Tensor | None], names: Iterable[str]) -> None:
-    """Raise on every rank unless the ranks of a call pass equal options and different shards or slices.
+    """Raise ValueError on every rank unless all ranks pass equal options and different shards or slices.
 
     Args:
-        loss: the loss, with process groups as its groups.
+        loss: the loss, with `tp_group` and `cp_group` resolved to process groups.
         tensors: hidden, weight, targets and bias of the call, by name.
         names: names of the other arguments of the call that are not None.
     """
@@ -43,7 +43,7 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], names: Iterable[str
         )
         _expect_in_order(parts)
     if loss.cp_group is not None:
-        # All ranks have the same sequences, and different tokens of them.
+        # All ranks have the same sequences, but different tokens of each sequence.
         sequences = {"sequences": hidden.shape[0]} if hidden.dim() > 2 else {}
         reports = exchanged("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
         parts = {rank: report.pop("own") for rank, report in reports.items()}
@@ -52,20 +52,27 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], names: Iterable[str
 
 
 def _sum(x: Tensor) -> int:
-    """The sum of integers weighted by their positions."""
+    """Return the sum of the integers x, each multiplied by its position: a checksum."""
     places = torch.arange(1, x.numel() + 1, device=x.device)
     return int((x.detach().reshape(-1).long() * places).sum())
 
 
 def _numbers(x: Tensor) -> list[float] | None:
-    """Shape, sum and sum of squares, to compare tensors; None if all elements are equal, as initialized."""
+    """Return shape, sum and sum of squares of a tensor, to compare tensors of different ranks.
+
+    None if all elements are equal, as after initialization with a constant.
+    """
     if not x.numel() or bool((x == x.reshape(-1)[0]).all()):
         return None
     return [*x.shape, float(x.detach().double().sum()), float(x.detach().double().square().sum())]
 
 
 def _shard(weight: Tensor) -> dict:
-    """Facts about a rank's rows of the head; for a DTensor on a 1-d mesh also its first row and all rows."""
+    """Describe this rank's shard of the head.
+
+    For a DTensor on a one-dimensional mesh, the description includes the index of the shard's first row and
+    the number of rows of the whole head.
+    """
     local = weight.frozen if hasattr(weight, "frozen") else weight
     if not hasattr(local, "to_local"):
         return {"numbers": _numbers(local), "rows": local.shape[0]}
@@ -81,7 +88,7 @@ def _shard(weight: Tensor) -> dict:
 
 
 def _expect_in_order(shards: dict[int, dict]) -> None:
-    """Raise unless the rows of the DTensors are contiguous in rank order and add up to the whole head."""
+    """Raise ValueError unless the shards are contiguous in rank order and contain all rows of the head."""
     start = 0
     for rank, shard in shards.items():
         if shard.get("start") is not None and shard["start"] != start:
@@ -96,7 +103,7 @@ def _expect_in_order(shards: dict[int, dict]) -> None:
     if not rows <= {start}:
         raise value_error(
             "weight",
-            f"{sorted(rows)} rows on all ranks of tp_group together",
+            f"{sorted(rows)} rows in total on the ranks of tp_group",
             start,
-            "name the group of the head's own mesh",
+            "pass the process group of the head's device mesh",
         )

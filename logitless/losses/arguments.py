@@ -1,4 +1,4 @@
-"""`CallArguments`: the arguments of one public call, on their way from the user to the engine."""
+"""`CallArguments`: the arguments of one call of a loss, before they become the engine's `HeadCall`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ from logitless.engine.spec import LossSpec
 
 @dataclass
 class CallArguments:
-    """The arguments of a call, in the form in which `LinearLoss.prepare` sees and changes them.
+    """The arguments of a call, which `LinearLoss.prepare` reads and changes.
 
     Attributes:
-        loss: the loss that computes the call: with the softcap and scale of a head module, and with
-            `tp_group` and `cp_group` as process groups.
+        loss: the loss that computes the call, with the softcap and logit_scale of a head module, and with
+            `tp_group` and `cp_group` resolved to process groups.
         hidden: (..., H).
-        weight: (V, H), also of a head module.
-        targets: (...), with `ignore_index` where `mask` is off; None where the call has none.
-        inputs: the tensors of this kind of loss by name. After `prepare`, the declared inputs.
+        weight: (V, H); the weight of the module if the caller passed a head module.
+        targets: (...), with `ignore_index` where `mask` is 0; None if the call has no targets.
+        inputs: additional tensors of the loss by name. After `prepare`, the inputs that the class declares.
         heads: weights and biases as the caller passed them, by name; empty if no head is a module.
         cu_seqlens: (sequences + 1,) int64 boundaries on hidden's device.
-        kept: the sampling mask, aligned with hidden; None where the call has none.
+        kept: the sampling mask, aligned with hidden; None if the call has no sampling mask.
 
-    The others are the keyword arguments of every loss (`LinearLoss.__call__`).
+    The other attributes are the keyword arguments of every loss (`LinearLoss.__call__`).
     """
 
     loss: LossSpec
@@ -48,7 +48,7 @@ class CallArguments:
     grad_scale: float = 1.0
 
     def layout(self) -> SequenceLayout:
-        """The sequences of the call; targets and inputs per token are shifted if the call has `shift`."""
+        """The sequences of the call. With `shift`, the layout shifts targets and inputs per token."""
         return SequenceLayout(
             self.hidden,
             self.targets,
@@ -60,7 +60,7 @@ class CallArguments:
         )
 
     def head_call(self) -> HeadCall:
-        """The call for the engine: checked by the roles of the inputs, flattened to one row per token."""
+        """Check each input by its role, and return the call as a `HeadCall` with one row per token."""
         return prepare(
             self.loss,
             self.hidden,

@@ -1,4 +1,4 @@
-"""The two ways to write a loss, `TokenLoss` and `LogitsLoss`."""
+"""The two base classes for custom losses, `TokenLoss` and `LogitsLoss`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,16 +21,17 @@ __all__ = ["LinearLoss", "LogitsLoss", "LossOutput", "TokenLoss"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss(LinearLoss):
-    """A loss of per-token statistics of the logits: `terms(stats: TokenStats, batch)`.
+    """Base class of losses that are functions of per-token statistics of the logits.
 
-    `differentiates` names the statistics that carry a gradient, `observes` those that the loss or its metrics
-    use as constants: logps, lse, entropy, is_top1, sum_logits and log_sum_sq_probs. logps and lse are always
-    available.
+    A subclass implements `terms(stats: TokenStats, batch: Batch)`. The statistics are logps, lse, entropy,
+    is_top1, sum_logits and log_sum_sq_probs. The class attribute `differentiates` lists the statistics
+    through which the loss is differentiated. `observes` lists the statistics that the loss or its metrics use
+    as constants. logps and lse are available without declaration.
 
     Args:
         return_logps: return the per-token statistics, such as the log-probabilities, in `LossOutput.tokens`.
-        return_predictions: return the id of the largest logit at each position, of equal logits the lowest
-            id. Reads every chunk of logits once more.
+        return_predictions: return the id of the largest logit at each position, and the lowest id among equal
+            logits. This reads every chunk of logits once more.
     """
 
     return_logps: bool = False
@@ -43,10 +44,11 @@ class TokenLoss(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsLoss(LinearLoss):
-    """A differentiable function of the logits, with a value per token: `terms(logits (n, V), batch)`.
+    """Base class of losses that are differentiable functions of the logits, with one value per token.
 
-    With `teacher = True` the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and
-    teacher_bias (V,), and the batch has `teacher_logits` (n, V), which get no gradient.
+    A subclass implements `terms(logits: Tensor, batch: Batch)` for logits (n, V). With the class attribute
+    `teacher = True`, the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and teacher_bias
+    (V,), and `batch.teacher_logits` (n, V) are available, without gradient.
 
     Args:
         teacher_softcap: `softcap` of the teacher's head.
@@ -73,7 +75,7 @@ class LogitsLoss(LinearLoss):
     def has_kernel(
         self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]
     ) -> bool:
-        """Whether this call uses `kernel` instead of `terms` and its derivative."""
+        """Whether `kernel` replaces `terms` and its derivative in this call."""
         return False
 
     def kernel(
@@ -84,8 +86,8 @@ class LogitsLoss(LinearLoss):
         factors: Tensor | None,
         gradient: Tensor | None,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
-        """The result of `terms`, computed by a kernel from products before the logit transform.
+        """Compute the result of `terms` in a kernel. `logits` (n, V) are products before the logit transform.
 
-        With `factors` (n,), the kernel also writes d sum(factors * loss) / d products to `gradient`.
+        With `factors` (n,), the kernel also writes d sum(factors * loss) / d products to `gradient` (n, V).
         """
         raise NotImplementedError

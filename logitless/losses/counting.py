@@ -1,4 +1,4 @@
-"""`count_targets`: the number of supervised tokens of a call, to normalize a mean over several calls."""
+"""`count_targets`: the number of supervised tokens of a call, to normalize the mean over several calls."""
 
 from torch import Tensor
 
@@ -16,28 +16,27 @@ def count_targets(
     mask: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The number of tokens that a loss supervises in a call with the same arguments: the metric `num_tokens`
-    of `CrossEntropyLoss`.
+    """Count the tokens that a loss supervises in a call with the same arguments.
 
-    To normalize every micro-batch by the tokens of all micro-batches, pass the sum of their counts as
-    `num_items`; over several ranks, `global_num_items` of that sum. With `shift`, the last position of each
-    sequence predicts nothing, so the first label of every packed sequence is not counted, unlike in
-    `(labels[:, 1:] != -100).sum()`.
+    This is the metric `num_tokens` of `CrossEntropyLoss`. To normalize every micro-batch by the tokens of all
+    micro-batches, pass the sum of their counts as `num_items`; with several ranks, pass `global_num_items` of
+    that sum. With `shift`, the last position of each sequence predicts nothing. Therefore the first label of
+    every packed sequence is not counted, whereas `(labels[:, 1:] != -100).sum()` counts it.
 
     Args:
         targets: (...) int64 token ids, or `ignore_index`; (N,) with `cu_seqlens`.
-        shift: targets are unshifted labels: position i predicts targets[i + 1].
-        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences. Wrong ones are asserted on the
+        shift: whether targets are unshifted labels: position i predicts targets[i + 1].
+        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences. Their values are asserted on the
             device.
-        mask: like targets, and shifted with them; where it is off (0), the target is not supervised.
+        mask: same shape as targets, and shifted with them. Targets with mask 0 (False) are not supervised.
         ignore_index: targets with this id are not supervised.
 
     Returns:
-        0-d int64 tensor on the device of the targets. Nothing is read back: there is no host sync.
+        0-d int64 tensor on the device of the targets, computed without a host sync.
 
     Raises:
-        ValueError: shapes that do not fit together.
-        TypeError: targets that are no tensor of integers.
+        ValueError: the shapes do not match.
+        TypeError: targets are not a tensor of integers.
 
     Examples:
         >>> labels = torch.tensor([5, 6, 7, 8, 9, -100])
@@ -62,6 +61,6 @@ def count_targets(
         boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(~wrong_boundaries(cu_seqlens, N)[0])
     if shift:
         if targets.dim() == 0:
-            raise value_error("shift", "False for a single target", True, "a single token has no next one")
+            raise value_error("shift", "False for a single target", True, "a single token has no next token")
         targets = shifted(targets, ignore_index, cu_seqlens=cu_seqlens)
     return (targets != ignore_index).sum()

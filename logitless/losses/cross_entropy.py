@@ -1,4 +1,4 @@
-"""Cross-entropy and its relatives: label smoothing, z-loss, class and token weights, dynamic fine-tuning."""
+"""Cross-entropy, with label smoothing, z-loss, class weights, token weights and dynamic fine-tuning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,13 +19,15 @@ from logitless.losses.keywords import check_options
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyLoss(TokenLoss):
-    """Cross-entropy of `hidden @ weight.T` with `targets`, without the logits.
+    """Cross-entropy between the logits `hidden @ weight.T` and `targets`, computed without the full logits.
 
         loss_t = u_t [ (1 - ε) c_y (lse_t - z_y) + ε/V Σ_v c_v (lse_t - z_v) + λ lse_t² ]
 
-    with class weights c and token weights u (1 by default), ε `label_smoothing`, λ `z_loss`; with `dft` the
-    first term is multiplied by the detached p_y. The mean divides by `num_items`, by default the number of
-    supervised tokens (with class weights the sum of c_y over these tokens, as in torch).
+    Here z are the logits of token t, y is its target, c are the class weights and u the token weights
+    (default 1), ε is `label_smoothing` and λ is `z_loss`. With `dft`, the first term is multiplied by the
+    detached probability of the target. `reduction="mean"` divides the sum by `num_items`. The default is the
+    number of supervised tokens; with class weights, it is the sum of c_y over these tokens, as in
+    `torch.nn.CrossEntropyLoss`.
 
     Args:
         label_smoothing: ε in [0, 1] (Szegedy et al., 2016, https://arxiv.org/abs/1512.00567).
@@ -38,16 +40,16 @@ class CrossEntropyLoss(TokenLoss):
         targets: (...) int64 token ids, or `ignore_index`.
         class_weights: (V,), c.
         token_weights: (...), u.
-        **arguments: those of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
+        **arguments: the arguments of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
             accumulate_into, accumulate_now, grad_scale.
 
     Returns:
-        A `LossOutput` with the metrics token_accuracy, entropy (nats) and z_loss, means over the supervised
-        tokens, and num_tokens, their number.
+        A `LossOutput`. Its metrics are token_accuracy, entropy (in nats) and z_loss, which are means over the
+        supervised tokens, and num_tokens, the number of supervised tokens.
 
     Raises:
-        ValueError: shapes or options that do not fit together, or a target outside the vocabulary.
-        TypeError: an unknown argument, or an argument of another type.
+        ValueError: shapes or options do not match, or a target is outside the vocabulary.
+        TypeError: an argument is unknown or has the wrong type.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 8), torch.randn(32, 8, requires_grad=True)
@@ -127,17 +129,20 @@ class CrossEntropyLoss(TokenLoss):
     def prepare(self, call: CallArguments) -> None:
         class_weights, token_weights = call.inputs["class_weights"], call.inputs["token_weights"]
         if class_weights is not None:
-            # Their sum, the normalizer, is as exact as the loss.
+            # In fp32 at least, so that their sum, the normalizer, is as accurate as the loss.
             wide = torch.promote_types(call.hidden.dtype, torch.float32)
             call.inputs["class_weights"] = class_weights.to(torch.promote_types(class_weights.dtype, wide))
         if token_weights is not None and token_weights.shape != call.targets.shape:
             expected = f"targets' shape {tuple(call.targets.shape)}"
             got = tuple(token_weights.shape)
-            raise value_error("token_weights", expected, got, "give one weight per token")
+            raise value_error("token_weights", expected, got, "pass one weight per token")
 
 
 def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:
-    """The class weight of each target; an arbitrary one for ignored targets, whose id may be any integer."""
+    """(n,) class weight of each target.
+
+    The weight of an ignored target, which may be any integer, is arbitrary.
+    """
     return class_weights[targets.clamp(0, class_weights.shape[0] - 1)]
 
 
@@ -163,7 +168,9 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     **head: Unpack[HeadOptions],
 ) -> Tensor:
-    """The loss of `CrossEntropyLoss` as a function: `F.cross_entropy(hidden @ weight.T + bias, targets)`.
+    """Compute `F.cross_entropy(hidden @ weight.T + bias, targets)` without the full logits.
+
+    The functional form of `CrossEntropyLoss`.
 
     Args:
         hidden: (..., H).
@@ -174,21 +181,24 @@ def linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         label_smoothing: in [0, 1].
         z_loss: weight of lse^2, at least 0.
-        dft: dynamic fine-tuning, a factor of the detached probability of the target.
+        dft: dynamic fine-tuning: multiply each token's cross-entropy by the detached probability of its
+            target.
         class_weights: (V,).
         token_weights: (...), like targets.
         shift: targets are unshifted labels of the same length: position i predicts targets[i + 1].
-        mask: (...), like targets, and shifted with them; the tokens that count.
+        mask: (...), same shape as targets, and shifted with them. Targets with mask 0 (False) are not
+            supervised.
         num_items: divisor of the mean; default: the number of supervised tokens.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 
     Returns:
-        0-d fp32 tensor (fp64 for fp64 operands); with `reduction="none"` targets' shape, 0 where ignored.
+        0-d fp32 tensor (fp64 for fp64 operands). With `reduction="none"`, a tensor of targets' shape with 0
+        for ignored targets.
 
     Raises:
-        ValueError: shapes or options that do not fit together, or a target outside the vocabulary.
-        TypeError: an unknown option, or an argument of another type.
+        ValueError: shapes or options do not match, or a target is outside the vocabulary.
+        TypeError: an option is unknown, or an argument has the wrong type.
 
     Examples:
         >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))

@@ -1,4 +1,4 @@
-"""Checks of the declarations and fields of a loss, when its class is defined or the loss is constructed."""
+"""Checks of a loss's class attributes and fields, when its class is defined or the loss is constructed."""
 
 import functools
 import inspect
@@ -19,9 +19,9 @@ _CHECKED: WeakSet[type] = WeakSet()
 
 
 def check_class(cls: type, base: type) -> None:
-    """Raise unless a loss class defines `terms`, and has the dataclass decorator if it has fields.
+    """Raise TypeError unless a loss class defines `terms`, and is a dataclass if it has fields.
 
-    Checked once per class.
+    Each class is checked once.
     """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
@@ -29,16 +29,16 @@ def check_class(cls: type, base: type) -> None:
     if taken:
         raise type_error(
             "inputs",
-            "names that no call of a loss has already",
+            "names that are not arguments of every loss",
             ", ".join(taken),
-            "give the input another name",
+            "rename the input",
         )
     if cls.terms is base.terms:
         raise type_error(
             "terms",
             f"a method of {cls.__name__}",
             "none",
-            "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss",
+            "define terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss",
         )
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
@@ -56,9 +56,9 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_statistics(cls: type, differentiates: object, observes: object) -> None:
-    """Refuse unknown statistics in `observes`, and statistics without a gradient in `differentiates`.
+    """Raise TypeError for unknown statistics in `observes` or non-differentiable ones in `differentiates`.
 
-    Checked when the class is defined; if these are properties, when the loss is constructed.
+    Called when the class is defined and, as both may be properties, when the loss is constructed.
     """
     objective = cls.objective
     for field, declared, allowed, which in (
@@ -85,15 +85,15 @@ def _is_class_variable(kind: object) -> bool:
 
 
 class NumericField(NamedTuple):
-    """The values that a field annotated as a number, or as a sequence of numbers, may have."""
+    """The allowed values of a field that is annotated as a number or as a sequence of numbers."""
 
     whole: bool  # integers only
     several: bool  # a sequence of numbers
-    others: tuple  # other values that are allowed, such as None
+    others: tuple  # allowed values that are not numbers, such as None
 
     @property
     def expected(self) -> str:
-        """A noun phrase for an error."""
+        """A description of the allowed values, for an error message."""
         if self.several:
             number = "a sequence of whole numbers" if self.whole else "a sequence of finite numbers"
         else:
@@ -114,7 +114,7 @@ def numeric_fields(cls: type) -> Mapping[str, NumericField]:
 
 
 def _resolved(annotation: object, owner: type) -> object:
-    """An annotation, evaluated if it is a string; None for a string that cannot be evaluated."""
+    """Evaluate an annotation if it is a string; None if the string cannot be evaluated."""
     if not isinstance(annotation, str):
         return annotation
     module = sys.modules.get(owner.__module__)
@@ -148,7 +148,7 @@ def _numeric_field(annotation: object) -> NumericField | None:
 
 
 def check_numbers(loss) -> None:
-    """Raise unless numeric fields hold finite numbers, not strings or bools."""
+    """Raise TypeError or ValueError unless numeric fields are finite numbers (not strings or bools)."""
     for name, field in loss.numeric.items():
         value = getattr(loss, name)
         if any(value is literal or value == literal for literal in field.others):
@@ -160,7 +160,10 @@ def check_numbers(loss) -> None:
 
 
 def check_fields(loss) -> None:
-    """Raise unless all fields are hashable constants of the right type, and none is a tensor."""
+    """Raise TypeError or ValueError unless all fields are hashable constants of the declared type.
+
+    Tensors are refused.
+    """
     for field in fields(loss):
         if _holds_tensor(getattr(loss, field.name)):
             raise type_error(
@@ -203,12 +206,12 @@ def _check_hashable(loss) -> None:
 
 
 def cached_loss(cls: type, **options):
-    """`cls(**options)`, cached by its options, for functions that construct a loss in every call."""
-    # Do not cache losses that hold a process group: it would never be destroyed.
+    """Return `cls(**options)`, cached by its options, for functions that construct a loss in every call."""
+    # A loss with a process group is not cached, because the cache would keep the group alive.
     shared = options.get("tp_group") is None and options.get("cp_group") is None
     if torch.compiler.is_compiling() or not shared:
         return cls(**options)
-    with suppress(TypeError):  # for options that are not hashable, the class itself raises
+    with suppress(TypeError):  # the constructor below raises the error about unhashable options
         return _made(cls, **options)
     return cls(**options)
 
@@ -223,7 +226,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def identity_of(loss) -> str:
-    """Class and field values as a string that is equal for equal losses and only for these."""
+    """A string of the class and its field values. Two losses are equal if and only if their strings are."""
     cls = type(loss)
     values = ", ".join([_text(getattr(loss, field.name)) for field in fields(loss)])
     return f"{cls.__module__}.{cls.__qualname__}@{id(cls):x}({values})"

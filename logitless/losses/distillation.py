@@ -22,22 +22,26 @@ from logitless.losses.support import SUPPORTS, check_support, on_support
 from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
 from logitless.parallel.groups import check_alike
 
-# 1 - cos of the logits, computed as half the squared distance of the unit vectors, which does not cancel.
+# 1 - cos of the logits. It is computed as half the squared distance of the unit vectors, which avoids
+# cancellation.
 COSINE = "cosine"
 # Lower bound of the norm of a row of logits before division, as in torch.nn.functional.normalize.
 TINY = 1e-12
 NAMES = (*DIVERGENCES, COSINE)
 Divergence = Literal["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"]
 TOPK_MODES = ("tail", "renormalize")
-# Arguments of a teacher that is given as hidden states and head.
+# Arguments of a teacher that is passed as hidden states and head.
 TEACHER = ("teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss(LogitsLoss):
-    """A divergence of the student's distribution s from the teacher's t, mixed with cross-entropy on labels.
+    """Divergence between the distributions of a student (s) and a teacher (t), mixed with cross-entropy on
+    labels.
 
         hard_loss_weight * CE + (1 - hard_loss_weight) * soft
+
+    `soft` is one of these divergences:
 
         jsd              beta KL(t||m) + (1 - beta) KL(s||m), m = beta t + (1 - beta) s
         forward_kl       KL(t||s)
@@ -47,18 +51,20 @@ class DistillationLoss(LogitsLoss):
         cosine           1 - cos of the logits
 
     Args:
-        divergence: one of these.
-        beta: weight of the teacher in the mixture of "jsd", in [0, 1]; as in TRL, 0 means KL(t||s) and 1
-            KL(s||t).
+        divergence: the name of the divergence.
+        beta: weight of the teacher in the mixture of "jsd", in [0, 1]. As in TRL, beta=0 is KL(t||s) and
+            beta=1 is KL(s||t).
         skew_alpha: weight of the teacher in the mixture of "skewed_kl", in [0, 1].
-        hard_loss_weight: weight of the cross-entropy, in [0, 1]; the cross-entropy uses temperature 1.
-        topk_mode: for a divergence over k ids, "tail" adds the probability of all other ids as one more
-            entry, "renormalize" renormalizes over the k ids.
-        support: whose k best ids the divergence is over, without duplicates: "teacher", "student" or "union";
-            None for the whole vocabulary, or for the ids of `teacher_logprobs_topk`.
-        k: number of ids of student or teacher in the support; None with `teacher_logprobs_topk`.
-        shared_vocabulary: number of ids, from 0 on, that mean the same to student and teacher; default the
-            smaller vocabulary size, with a warning if the sizes differ.
+        hard_loss_weight: weight of the cross-entropy, in [0, 1]. The cross-entropy uses temperature 1.
+        topk_mode: for a divergence over k ids per token. "tail" adds one entry with the probability of all
+            other ids; "renormalize" normalizes both distributions over the k ids.
+        support: the ids of each token over which the divergence is computed: the k most probable ids of the
+            "teacher" or of the "student", or the "union" of both. None: the whole vocabulary, or the ids of
+            `teacher_logprobs_topk`.
+        k: number of ids that the teacher, the student or each of them contributes to the support; None with
+            `teacher_logprobs_topk`.
+        shared_vocabulary: number of leading ids (0, 1, ...) that are the same tokens in both vocabularies.
+            Default: the smaller vocabulary size, with a warning if the sizes differ.
         temperature: divisor of the logits of student and teacher; the loss is not multiplied by
             temperature^2.
         teacher_softcap: `softcap` of the teacher's head.
@@ -67,23 +73,25 @@ class DistillationLoss(LogitsLoss):
     Inputs:
         hidden: (..., H).
         weight: (V, H), or the LM head itself.
-        targets: (...) int64; or None, with `hard_loss_weight` 0, and every token is supervised.
+        targets: (...) int64. None is allowed if `hard_loss_weight` is 0; every token is then supervised.
         teacher_hidden: (..., H'), hidden states of the teacher. The teacher's tensors get no gradient.
-        teacher_weight: (V', H'), the head of `teacher_hidden`.
-        teacher_bias: (V',), the bias of that head.
-        teacher_logprobs_topk: in the place of these, a pair of log-probabilities (..., k) at `temperature`,
-            -inf for an empty slot, and ids (..., k) int64.
-        num_items: the number of tokens.
+        teacher_weight: (V', H'), the weight of the teacher's head.
+        teacher_bias: (V',), the bias of the teacher's head.
+        teacher_logprobs_topk: replaces the three tensors above: a pair of the teacher's log-probabilities
+            (..., k) at `temperature`, with -inf for an empty slot, and their ids (..., k) int64.
+        num_items: the number of tokens by which the mean divides.
         **arguments: mask, bias and the other arguments of every loss, see `CrossEntropyLoss`.
 
-    Vocabularies of different sizes are cut to the ids that both have; with `support`, the "tail" entry has
-    all other ids of each vocabulary.
+    If the vocabularies differ in size, the divergence is computed over the ids that both have. With
+    `support`, the "tail" entry contains all other ids of each vocabulary.
 
-    With support="teacher", `teacher_logprobs_topk`, "renormalize" and no hard loss, the partition function
-    cancels and the only metric is soft_loss. While k < V / 180, only the k logits per token are computed.
+    With `support="teacher"`, `teacher_logprobs_topk`, `topk_mode="renormalize"` and `hard_loss_weight=0.0`,
+    the partition function cancels. The only metric is then soft_loss, and if k < V / 180, only the k logits
+    per token are computed.
 
-    Metrics: soft_loss, hard_loss, entropy (the student's), token_accuracy, agreement (of the arg-maxes);
-    hard_loss and token_accuracy are 0 without targets.
+    Metrics: soft_loss, hard_loss, entropy (of the student), token_accuracy, and agreement (whether student
+        and
+    teacher have the same arg-max). hard_loss and token_accuracy are 0 without targets.
 
     References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. (GKD), 2023,
     https://arxiv.org/abs/2306.13649; Ko et al. (DistiLLM), 2024, https://arxiv.org/abs/2402.03898; Wen et al.
@@ -122,7 +130,9 @@ class DistillationLoss(LogitsLoss):
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
+                raise value_error(
+                    name, "a number in [0, 1]", getattr(self, name), "it is a weight in a mixture"
+                )
         if type(self).support is None:  # a subclass may define another support
             check_support(self)
 
@@ -196,7 +206,7 @@ class DistillationLoss(LogitsLoss):
         if not batch.vocabulary.sharded:
             stats = kernels.fused_divergence(*rows, labels, factors, **options)
             return self._mixed(*stats[: len(self.metric_names)])
-        # -1 without labels, and for a label outside the vocabulary.
+        # The label is -1 if there are no labels, and if the label is outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
         stats = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
@@ -232,9 +242,11 @@ class DistillationLoss(LogitsLoss):
         teachers = (teacher["teacher_hidden"] is not None) + (topk is not None)
         if teachers != 1:
             expected = "one of teacher_hidden and teacher_logprobs_topk"
-            raise value_error("teacher_hidden", expected, f"{teachers} of them", "pass one teacher")
+            raise value_error(
+                "teacher_hidden", expected, "both" if teachers else "neither", "pass one teacher"
+            )
         if self.support in SUPPORTS:
-            call.loss = on_support(self, given=topk is not None)
+            call.loss = on_support(self, teacher_is_topk=topk is not None)
         call.inputs["labels"] = call.targets
         if topk is None:
             check_teacher(*teacher.values(), shape)
@@ -248,7 +260,7 @@ class DistillationLoss(LogitsLoss):
             call.targets = supervised_where(call.mask, shape, self.ignore_index, call.hidden.device)
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
-        """The teacher's head, cut to the ids that both vocabularies share (`shared_vocabulary`)."""
+        """Return the teacher's tensors with the head cut to the ids that both vocabularies share."""
         rows = teacher["teacher_weight"].shape[0]
         shared = self.shared_vocabulary
         if shared is None:
@@ -260,21 +272,24 @@ class DistillationLoss(LogitsLoss):
                 "shared_vocabulary",
                 f"at most {min(V, rows)}, without tp_group",
                 shared,
-                "count the ids that mean the same",
+                "pass the number of leading ids that both vocabularies share",
             )
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 
     def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size) -> dict[str, Tensor]:
-        """`teacher_logprobs_topk` as inputs of the loss."""
+        """Check `teacher_logprobs_topk` and return it as declared inputs of the loss."""
         name = "teacher_logprobs_topk"
-        remedy = "pass its hidden states and head"
+        remedy = "pass teacher_hidden and teacher_weight"
         if self.tp_group is not None and self.support not in SUPPORTS:
             raise value_error(
-                name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy
+                name,
+                "a teacher with a sharded head, with tp_group",
+                "top-k log-probabilities without support",
+                remedy,
             )
         if self.divergence == COSINE:
-            raise value_error(name, "a teacher with logits for 'cosine'", "k of them", remedy)
+            raise value_error(name, "a teacher with logits for 'cosine'", "top-k log-probabilities", remedy)
         if not isinstance(topk, (tuple, list)) or len(topk) != 2:
             raise type_error(
                 name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
@@ -302,8 +317,15 @@ class JSDLoss(DistillationLoss):
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
-    last entry being the log-probability of all other ids together."""
+    """Return the log-probabilities of student and teacher over the teacher's k ids.
+
+    Args:
+        student: (n, V) log-probabilities.
+        values: (n, k) log-probabilities of the teacher; -inf marks an empty slot.
+        ids: (n, k) the teacher's ids.
+        mode: "renormalize": both are normalized over the k ids, (n, k). "tail": both get one more entry with
+            the log-probability of all other ids, (n, k + 1).
+    """
     filled = values > -torch.inf
     teacher = torch.where(filled, values.to(student.dtype), MIN_LOGPROB)
     picked = torch.where(filled, student.gather(-1, ids), MIN_LOGPROB)

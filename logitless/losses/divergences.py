@@ -1,4 +1,4 @@
-"""Divergences of a student's distribution from a teacher's, by name."""
+"""Divergences between the distributions of a student and a teacher, by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -16,7 +16,7 @@ class DivergenceOptions(Protocol):
     skew_alpha: float
 
 
-# (loss, student (n, K), teacher (n, K)), log-probabilities -> (n,).
+# Functions (loss, log-probabilities of the student (n, K), log-probabilities of the teacher (n, K)) -> (n,).
 DIVERGENCES: Mapping[str, Callable[[DivergenceOptions, Tensor, Tensor], Tensor]] = {
     "jsd": lambda loss, student, teacher: kernels.jsd(student, teacher, loss.beta),
     "forward_kl": lambda loss, student, teacher: kernels.kl(teacher, student),
@@ -27,16 +27,16 @@ DIVERGENCES: Mapping[str, Callable[[DivergenceOptions, Tensor, Tensor], Tensor]]
 
 
 def log_of_others(teacher: Tensor, call_dtype: torch.dtype) -> Tensor:
-    """(n, 1) log of the probability 1 - sum exp(teacher) of all ids that are not among a teacher's k.
+    """(n, 1) log of 1 - sum exp(teacher), the probability of all ids outside the teacher's top k.
 
-    The probability is clamped to at least eps, because rounding may bring the sum to 1 and above. eps is that
-    of fp64 if the log-probabilities are fp64; otherwise that of fp32, the dtype of the sum. The eps of bf16,
-    2^-7, would be too large: log-probabilities near 0 have small absolute errors in any dtype. In bf16 too,
-    the log-probability of a token with probability 0.9999 leaves a probability of 1e-4 for all other ids.
+    The probability is clamped to at least eps, because the rounded sum may reach or exceed 1. eps is the
+    machine epsilon of fp64 for fp64 log-probabilities, else of fp32, the dtype of the sum. The machine
+    epsilon of bf16, 2^-7, would be too large: log-probabilities near 0 have a small absolute error in every
+    dtype. Even in bf16, a token with probability 0.9999 leaves a probability of about 1e-4 for all other ids.
 
     Args:
         teacher: (n, k) log-probabilities in the dtype of the student's.
-        call_dtype: the dtype in which the call passed them.
+        call_dtype: the dtype of the log-probabilities that the caller passed.
     """
     eps = max(
         torch.finfo(dtype).eps for dtype in (torch.promote_types(call_dtype, torch.float32), teacher.dtype)

@@ -1,4 +1,4 @@
-"""Direct preference optimization and its family."""
+"""Direct preference optimization (DPO) and its variants."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,49 +36,53 @@ from logitless.losses.preference import (
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss(ReferencedLoss, PairedLoss):
-    """Direct preference optimization and its family: pairs of sequences, and a reference model.
+    """Direct preference optimization (DPO) and its variants, for pairs of sequences and a reference model.
 
-        sigmoid: -log sigma(beta * ((log p_c - log p_c^ref) - (log p_r - log p_r^ref)))
+    For a chosen sequence c and a rejected sequence r, the default loss type "sigmoid" is
+
+        -log sigma(beta * ((log p_c - log p_c^ref) - (log p_r - log p_r^ref)))
 
     Args:
-        beta: strength of the pull towards the reference.
-        loss_type: one of TRL's names, or several that are summed: sigmoid, hinge (SLiC), ipo, exo_pair,
-            nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop,
-            sigmoid_norm, and sft, the mean NLL of the chosen tokens.
-        loss_weights: one for each of several types; default 1.
-        average_logps: divide the log-probabilities of a sequence, under policy and reference, by its length.
-            None is TRL's choice: True for ipo and sigmoid_norm, False for the others; sft is a mean over
-            tokens in any case. References given as `ref_logps` per sequence are sums, and metrics are of
-            sums, regardless of this option.
-        label_smoothing: share of flipped labels; cDPO for "sigmoid", and the parameter of exo_pair, robust,
-            aot and aot_unpaired.
+        beta: strength of the regularization towards the reference model.
+        loss_type: one of TRL's names, or a sequence of names whose losses are summed: sigmoid, hinge (SLiC),
+            ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down,
+            discopop, sigmoid_norm, and sft (the mean negative log-likelihood of the chosen tokens).
+        loss_weights: one weight per name in `loss_type`; default 1 each.
+        average_logps: divide the log-probability of each sequence, under policy and reference, by its length.
+            None is TRL's choice: True for ipo and sigmoid_norm, False for the other types. sft is always a
+            mean over tokens. Regardless of this option, `ref_logps` per sequence are sums, and the metrics
+            are computed from sums.
+        label_smoothing: assumed fraction of flipped labels. Used by sigmoid (cDPO), exo_pair, robust, aot and
+            aot_unpaired.
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (f-DPO).
         f_alpha_divergence_coef: alpha of "alpha_divergence".
-        ld_alpha: weight of the tokens beyond the length of a pair's shorter sequence (LD-DPO); None for 1.
-        use_weighting: weigh pairs by the policy's own probability of them (WPO).
-        discopop_tau: temperature of discopop's gate.
-        reference_free: take the reference's log-probabilities as 0.
+        ld_alpha: weight of the tokens beyond the length of a pair's shorter sequence (LD-DPO). None: 1.
+        use_weighting: weight each pair by its probability under the policy (WPO).
+        discopop_tau: temperature of the gate in discopop.
+        reference_free: use 0 as the reference's log-probabilities.
 
     Inputs:
-        hidden: (2B, T, H), the B chosen sequences first; or (N, H) with `cu_seqlens` (2B + 1,).
+        hidden: (2B, T, H), the B chosen sequences first, then the B rejected ones in the same order; or (N,
+            H) with `cu_seqlens` (2B + 1,).
         weight: (V, H), or the LM head itself.
         targets: (2B, T) int64, or (N,) with `cu_seqlens`.
-        ref_logps: log-probabilities of the reference: (2B,) per sequence, with the weights of `ld_alpha`
-            already in the sums, or per token, in targets' shape. It gets no gradient.
-        ref_hidden: (2B, T, H'), hidden states of the reference, in the place of `ref_logps`. It gets no
-            gradient.
-        ref_weight: (V, H'), the head of `ref_hidden`.
-        ref_bias: (V,), the bias of that head.
-        num_items: the number of pairs by which the mean divides, or of chosen tokens for "sft" alone.
-        position_ids: integers like targets, the position of each token in its whole sequence; only for
-            `ld_alpha` with `cp_group`.
+        ref_logps: log-probabilities under the reference model: (2B,) sums per sequence, to which the weights
+            of `ld_alpha` are already applied; or per token, in targets' shape. They get no gradient.
+        ref_hidden: (2B, T, H'), hidden states of the reference model, as an alternative to `ref_logps`. They
+            get no gradient.
+        ref_weight: (V, H'), the weight of the reference's head.
+        ref_bias: (V,), the bias of the reference's head.
+        num_items: the number of pairs by which the mean divides; for `loss_type="sft"`, the number of chosen
+            tokens.
+        position_ids: integers in targets' shape: the position of each token in its whole sequence. Required
+            with both `ld_alpha` and `cp_group`, otherwise refused.
         **arguments: the other arguments of every loss, see `CrossEntropyLoss`.
 
-    Metrics carry TRL's names: `rewards/*`, `logps/*` (sums), `logits/*` (means over the completion tokens and
-    the vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
+    Metrics have TRL's names: `rewards/*`, `logps/*` (sums per sequence), `logits/*` (means over the
+    completion tokens and the vocabulary), entropy, mean_token_accuracy and nll_loss (of the chosen tokens).
 
-    References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the others at TRL's
-    `DPOConfig.loss_type`.
+    References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290. TRL's documentation of
+    `DPOConfig.loss_type` has the references of the other types.
 
     Examples:
         >>> hidden, weight = torch.randn(4, 5, 8), torch.randn(32, 8)  # 2 chosen sequences, then 2 rejected
@@ -105,7 +109,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def __post_init__(self) -> None:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
         if not names:
-            raise value_error("loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
+            raise value_error("loss_type", "at least one name", names, f"choose from {', '.join(DPO_TYPES)}")
         for name in names:
             check_choice("loss_type", name, DPO_TYPES)
         weights = (1.0,) * len(names) if self.loss_weights is None else self.loss_weights
@@ -117,7 +121,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
                 "loss_weights",
                 f"{len(names)} numbers, one per loss_type",
                 len(weights),
-                "give each its weight",
+                "pass one weight per loss_type",
             )
         self._check_numbers()
         self._check_combinations()
@@ -153,7 +157,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
                 "f_divergence_type",
                 f"'reverse_kl' for {unfit}",
                 repr(divergence),
-                "other divergences are defined for losses of the difference of two scores alone",
+                "other divergences require a loss that depends only on the difference of two scores",
             )
         unfit = sorted(SORTED & set(self.loss_type)) if self.use_weighting else []
         if unfit:
@@ -161,7 +165,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
                 "use_weighting",
                 f"False for {unfit}",
                 True,
-                "a loss that sorts the batch has no pairs to weigh",
+                "a loss that sorts the batch does not compare the sequences of a pair",
             )
 
     def __call__(
@@ -180,10 +184,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         needed = self.cp_group is not None and self.ld_alpha is not None
         if needed and not has_positions:
             expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
-            raise value_error("position_ids", expected, None, "slice them too")
+            raise value_error("position_ids", expected, None, "pass position_ids, sliced like hidden")
         if has_positions and not needed:
-            remedy = "positions follow from the targets"
-            raise value_error("position_ids", "None here", "a tensor", remedy)
+            remedy = "positions are computed from the targets"
+            expected = "None unless cp_group and ld_alpha are both set"
+            raise value_error("position_ids", expected, "a tensor", remedy)
         super().prepare(call)
 
     @property
@@ -224,7 +229,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)
 
     def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
-        """Sums of each pair's tokens under policy and reference."""
+        """The log-probabilities of the sequences of each pair, under policy and reference."""
         weights = None
         if self.ld_alpha is not None:
             shared = torch.minimum(*batch.lengths.chunk(2))
@@ -239,7 +244,10 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         return Pairs(*policy.chunk(2), *reference.chunk(2), *scores.chunk(2), *lengths.chunk(2))
 
     def pair_weights(self, stats: TokenStats, batch: Batch) -> Tensor | float:
-        """WPO's weight of each pair: exp of the mean of log p - log sum p^2, over either sequence."""
+        """(pairs,) WPO's weights.
+
+        The product over both sequences of exp(mean over the tokens of log p - log sum p^2).
+        """
         if not self.use_weighting:
             return 1.0
         aligned = batch.sum_by_sequence(stats.logps.detach() - stats.log_sum_sq_probs)

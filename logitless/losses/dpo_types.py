@@ -1,4 +1,4 @@
-"""The losses and divergences of `DPOLoss`, by TRL's names: functions of the pairs' log-probabilities."""
+"""Loss types and divergences of `DPOLoss` by TRL's names, as functions of the pairs' log-probabilities."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverg
 
 
 class DPOOptions(Protocol):
-    """The fields of `DPOLoss` that the functions here read."""
+    """The fields of `DPOLoss` that the functions in this file use."""
 
     beta: float
     label_smoothing: float
@@ -40,8 +40,10 @@ class DPOOptions(Protocol):
 
 
 class Pairs(NamedTuple):
-    """Values (pairs,) each: log-probabilities of policy and reference, f-divergence scores of their
-    log-ratios, and lengths."""
+    """Log-probabilities under policy and reference, f-divergence scores of their log-ratios, and lengths.
+
+    Each field has shape (pairs,).
+    """
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -54,12 +56,12 @@ class Pairs(NamedTuple):
 
     @property
     def chosen(self) -> Tensor:
-        """(pairs,) log-ratio of policy to reference for the chosen sequences."""
+        """(pairs,) log-ratios log(policy / reference) of the chosen sequences."""
         return self.chosen_logps - self.ref_chosen_logps
 
     @property
     def rejected(self) -> Tensor:
-        """(pairs,) log-ratio of policy to reference for the rejected sequences."""
+        """(pairs,) log-ratios log(policy / reference) of the rejected sequences."""
         return self.rejected_logps - self.ref_rejected_logps
 
     @property
@@ -106,7 +108,7 @@ def discopop(loss: DPOOptions, p: Pairs) -> Tensor:
     return (gate - 1) * logsigmoid(x) + gate * bounded_exp(-x)
 
 
-# "sft" is a mean over tokens, not pairs: see `DPOLoss.terms`.
+# "sft" is missing here: it is a mean over tokens, which `DPOLoss.terms` computes.
 DPO_LOSSES: Mapping[str, Callable[[DPOOptions, Pairs], Tensor]] = {
     "sigmoid": lambda loss, p: smoothed(loss.beta * p.delta, loss.label_smoothing),
     "hinge": lambda loss, p: relu(1 - loss.beta * p.delta),
@@ -126,12 +128,12 @@ DPO_LOSSES: Mapping[str, Callable[[DPOOptions, Pairs], Tensor]] = {
     "sigmoid_norm": lambda loss, p: -logsigmoid(loss.beta * p.delta),
 }
 DPO_TYPES = (*DPO_LOSSES, "sft")
-# Those that TRL computes from means over the tokens of a sequence; the others take sums.
+# Loss types that TRL computes from means over the tokens of a sequence; the other types use sums.
 AVERAGED = {"ipo", "sigmoid_norm"}
-# Losses that sort over the batch.
+# Loss types that sort the log-ratios of the whole batch.
 SORTED = {"aot", "aot_unpaired"}
-# Losses that depend on the scores through their difference alone, in which the partition function of every
-# divergence cancels. In other losses it can be left out for reverse KL alone.
+# Loss types that depend only on the difference of a pair's scores. The partition function cancels in this
+# difference for every divergence. In the other loss types it can be omitted only for the reverse KL.
 DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimization, its descendants, and PPO."""
+"""Group relative policy optimization (GRPO) and its variants, and PPO."""
 
 import math
 from dataclasses import dataclass
@@ -19,70 +19,79 @@ from logitless.losses.numerics import LARGEST, bounded_exp
 from logitless.losses.policy import ClippedLoss
 from logitless.losses.reference_model import ComparedLoss
 
-# VESPO's bounds on the log of a sequence's weight.
+# Bounds that VESPO applies to the log of a sequence's weight.
 SMALLEST_LOG_WEIGHT = math.log(1e-8)
 LARGEST_LOG_WEIGHT = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss(ComparedLoss, ClippedLoss):
-    """Group relative policy optimization and its descendants. With r = exp(logp - old_logp), per token:
+    """Group relative policy optimization (GRPO) and its variants.
 
-        cispo     -sg(min(r, epsilon_high)) A logp
-        sapo      -4/tau sigmoid(tau (r - 1)) A
-        vespo     -sg(w^k exp(lambda (1 - w))) A logp,  w the product of a sequence's ratios
-        the rest  -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+    With the ratio r = exp(logp - old_logp), the advantage A and the stop-gradient sg, the loss of a token is
 
-    plus beta * kl, kl = exp(d) - d - 1 with d = ref_logp - logp (k3), minus entropy_coef * entropy. The mean
-    is over tokens (bnpo, dapo, cispo, vespo), or over sequences of the mean of their tokens (grpo, sapo), of
-    their sum (luspo) or of their sum divided by max_completion_length (dr_grpo).
+        cispo        -sg(min(r, epsilon_high)) A logp
+        sapo         -4/tau sigmoid(tau (r - 1)) A
+        vespo        -sg(w^k exp(lambda (1 - w))) A logp,  w the product of the ratios of a sequence
+        other types  -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+
+    plus beta * kl, where kl = exp(d) - d - 1 with d = ref_logp - logp (the k3 estimator), minus
+    entropy_coef * entropy. bnpo, dapo, cispo and vespo average over the tokens of the call. The other types
+    average over sequences: grpo and sapo the mean of each sequence's tokens, luspo their sum, and dr_grpo
+    their sum divided by `max_completion_length`.
 
     Args:
-        loss_type: grpo, bnpo, dr_grpo, dapo (TRL's default), cispo, sapo, luspo or vespo. "bnpo" with
-            advantages per token is PPO-clip.
-        beta: weight of the KL to the reference, which then must come as `ref_logps` or `ref_hidden`.
-        epsilon_high: clip range above 1; None for `epsilon`. cispo needs one above 1: there it bounds the
-            ratio itself.
-        delta: upper bound of the ratio where the advantage is negative (INTELLECT-2); None for none.
-        importance_sampling_level: "token", or "sequence" (GSPO): one ratio each, exp of its mean log-ratio.
-        entropy_coef: weight of the entropy bonus, a mean over the call's tokens, differentiated.
+        loss_type: "grpo", "bnpo", "dr_grpo", "dapo" (TRL's default), "cispo", "sapo", "luspo" or "vespo".
+            "bnpo" with advantages per token is PPO-clip.
+        beta: weight of the KL to the reference model. If it is not 0, pass `ref_logps` or `ref_hidden`.
+        epsilon_high: clip range above 1; None: `epsilon`. For "cispo" it is required, and is the upper bound
+            of the ratio itself (such as 5.0).
+        delta: upper bound of the unclipped ratio (INTELLECT-2), for tokens with negative advantage. None: no
+            bound.
+        importance_sampling_level: "token": one ratio per token. "sequence" (GSPO): one ratio per sequence,
+            exp of the mean log-ratio of its tokens.
+        entropy_coef: weight of the entropy bonus. The bonus is the mean entropy of the call's tokens, and is
+            differentiated.
         use_bias_correction_kl: multiply the KL by the ratio.
-        top_entropy_quantile: share of the tokens, those of highest entropy, that surrogate and bonus keep.
-        off_policy_mask_threshold: drop sequences of negative advantage for which the mean of
-            sampling_logp - logp over the tokens exceeds this threshold.
-        max_completion_length: of dr_grpo.
-        sapo_temperature_neg: tau where the advantage is not positive.
-        sapo_temperature_pos: tau where it is.
-        vespo_k_pos: k where the advantage is not negative.
-        vespo_lambda_pos: lambda there.
-        vespo_k_neg: k where the advantage is negative.
-        vespo_lambda_neg: lambda there.
+        top_entropy_quantile: fraction of the tokens that the surrogate and the entropy bonus use: those with
+            the highest entropy.
+        off_policy_mask_threshold: drop a sequence with negative advantage if the mean of sampling_logp - logp
+            over its tokens exceeds this threshold. None: drop no sequence.
+        max_completion_length: the divisor of "dr_grpo".
+        sapo_temperature_neg: tau of "sapo" for tokens whose advantage is 0 or negative.
+        sapo_temperature_pos: tau of "sapo" for tokens whose advantage is positive.
+        vespo_k_pos: k of "vespo" for tokens whose advantage is 0 or positive.
+        vespo_lambda_pos: lambda of "vespo" for tokens whose advantage is 0 or positive.
+        vespo_k_neg: k of "vespo" for tokens whose advantage is negative.
+        vespo_lambda_neg: lambda of "vespo" for tokens whose advantage is negative.
 
     Inputs:
         hidden: (B, T, H), or (N, H) with `cu_seqlens` (B + 1,).
         weight: (V, H), or the LM head itself.
         targets: (B, T) int64, or (N,) with `cu_seqlens`.
-        advantages: (B,), or like targets.
-        old_logps: like targets; None for on-policy data: r is 1, and its gradient that of logp.
-        sampling_logps: like targets, the sampler's log-probabilities.
-        ref_logps: like targets, the reference's log-probabilities. It gets no gradient.
-        ref_hidden: (B, T, H'), hidden states of the reference in the place of `ref_logps`, projected in the
-            same chunks. It gets no gradient.
-        ref_weight: (V, H'), the head of `ref_hidden`.
-        ref_bias: (V,), the bias of that head.
-        importance_weights: the old probability over the sampler's, like targets or (B,).
-        sampling_mask: a `SamplingMask`, the ids that the sampler's truncation kept. Log-probabilities,
-            entropy, and the reference's log-probabilities from `ref_hidden` are over these ids. `old_logps`,
-            `ref_logps` and `sampling_logps` are used as given, and must be over the same ids.
-        num_items: the number of tokens, or of sequences if the mean of `loss_type` is over sequences.
-        return_logps: whether the output has the log-probabilities.
+        advantages: (B,) per sequence, or per token in targets' shape.
+        old_logps: targets' shape, log-probabilities under the policy that generated the data. None for
+            on-policy data: r = exp(logp - sg(logp)), whose value is 1 and whose gradient is that of logp.
+        sampling_logps: targets' shape, log-probabilities that the sampler returned.
+        ref_logps: targets' shape, log-probabilities under the reference model. They get no gradient.
+        ref_hidden: (B, T, H'), hidden states of the reference model, as an alternative to `ref_logps`. They
+            are projected in the same chunks, and get no gradient.
+        ref_weight: (V, H'), the weight of the reference's head.
+        ref_bias: (V,), the bias of the reference's head.
+        importance_weights: ratio of the old policy's probability to the sampler's, in targets' shape or (B,).
+        sampling_mask: a `SamplingMask` with the ids that the sampler's truncation kept. Log-probabilities,
+            entropy, and the reference's log-probabilities from `ref_hidden` are normalized over these ids.
+            `old_logps`, `ref_logps` and `sampling_logps` must already be normalized over the same ids.
+        num_items: the divisor of the mean: the number of sequences if `loss_type` averages over sequences,
+            else the number of tokens.
         **arguments: mask and the other arguments of every loss, see `CrossEntropyLoss`.
 
-    With `cu_seqlens`, an input of shape (N,) is refused if N equals B, as it could be per token or per
-    sequence: pass (1, N) or (B, 1). Log-ratios are clamped to +-80 before exp.
+    With `cu_seqlens`, an input of shape (N,) is refused if N equals B, because its shape does not tell
+    whether it is per token or per sequence. Pass (1, N) for values per token, or (B, 1) for values per
+    sequence. Log-ratios are clamped to [-80, 80] before exp.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
-    cispo_clip_ratio, vespo/phi_seq_mean, as they apply.
+    cispo_clip_ratio and vespo/phi_seq_mean, if they apply to the options.
 
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; Liu et al. (dr_grpo), 2025,
     https://arxiv.org/abs/2503.20783; Yu et al. (dapo), 2025, https://arxiv.org/abs/2503.14476; MiniMax
@@ -135,7 +144,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         super().__post_init__()
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise value_error(
-                "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
+                "epsilon_high", "the ratio's upper bound for cispo", None, "pass a bound above 1, such as 5.0"
             )
         delta = self.delta
         quantile = self.top_entropy_quantile
@@ -144,7 +153,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             raise value_error("delta", "a positive number or None", delta, "use None for none")
         if delta is not None and SURROGATES[self.loss_type] is not clipped:
             raise value_error(
-                "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
+                "delta", f"None for {self.loss_type}", delta, "only clipped loss types bound the ratio"
             )
         if self.beta < 0:
             raise value_error("beta", "a number >= 0", self.beta, "use 0.0 for none")
@@ -154,7 +163,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             )
         if self.loss_type == "dr_grpo" and (length or 0) <= 0:
             raise value_error(
-                "max_completion_length", "a positive number for dr_grpo", length, "its sums are divided by it"
+                "max_completion_length",
+                "a positive number for dr_grpo",
+                length,
+                "it is the divisor of the sums",
             )
         taus = (self.sapo_temperature_neg, self.sapo_temperature_pos)
         if min(taus) <= 0:
@@ -223,7 +235,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         return self.with_bonus(values, stats.entropy, selected, batch), metrics
 
     def phi(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """(n,) VESPO's weights, from the product of the ratios of each sequence; without gradient."""
+        """(n,) VESPO's weights w^k exp(lambda (1 - w)), without gradient.
+
+        w is the product of the ratios of a sequence.
+        """
         log_w = batch.sum_by_sequence(log_ratio.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
         if batch.log_importance is not None:
             log_w = log_w + batch.sum_by_sequence(batch.log_importance)
@@ -234,30 +249,33 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         return (k * log_w - decay * log_w.expm1()).exp()
 
     def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
+        """Return kl * ratio. If there is one ratio per token, its derivative with respect to logp is -d *
+        ratio.
 
-        Autograd would add (kl - expm1(d)) * ratio, two numbers of the size of exp(d) whose difference is d.
+        Autograd would compute this derivative as (kl - expm1(d)) * ratio. kl and expm1(d) are both of the
+        size of exp(d), so their difference -d would lose its digits by cancellation.
         """
         plain = (kl * ratio).clamp(max=math.exp(LARGEST))
         exact = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
         if self.by_sequence:
             exact = exact & batch.spread(batch.lengths == 1)
         slope = torch.where(exact, -(d * ratio).detach(), 0.0)
-        # d.detach() - d is 0, and its derivative by logp is 1.
+        # d.detach() - d is 0, and its derivative with respect to logp is 1.
         return torch.where(exact, plain.detach() + slope * (d.detach() - d), plain)
 
     def flag(self, x: Tensor, batch: Batch) -> Term:
-        """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
+        """The mean of a flag over tokens, or over sequences if all tokens of a sequence share the flag."""
         if batch.flag_weights is None:
             return Term(x)
         x = x * batch.flag_weights
         if self.loss_type != "vespo":
             return Term(x, over=None)
-        # phi is 1 where there are no ratios to multiply; the other flags are 0 there.
+        # For a sequence without supervised tokens phi is 1, as the product of no ratios; the other flags are
+        # 0.
         return Term(batch.sum_by_sequence(x) + (batch.lengths == 0), over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
-        """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
+        """(n,) 1 for the tokens with the highest entropy, 0 for all others; None if all tokens are kept."""
         if self.top_entropy_quantile >= 1:
             return None
         counted = torch.where(batch.supervised, entropy, math.nan)
@@ -269,7 +287,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     def with_bonus(
         self, values: Tensor, entropy: Tensor, selected: Tensor | None, batch: Batch
     ) -> dict[str, Term]:
-        """The terms of the loss: with reduction="none" one term, else the surrogate and the entropy bonus."""
+        """The terms of the loss: the surrogate and the entropy bonus, or their sum with reduction="none"."""
         entropy = entropy if selected is None else entropy * selected
         if self.reduction == "none":
             values = values - self.entropy_coef * entropy if self.entropy_coef else values
@@ -326,7 +344,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             name = "off_policy_mask_threshold"
             if old_logps is None and sampling_logps is None:
                 raise value_error(
-                    name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None"
+                    name, "old_logps or sampling_logps with this option", None, "pass one, or set it to None"
                 )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
@@ -338,7 +356,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             weight = 1 / self.max_completion_length
             inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
         inputs["entropy_weight"] = layout.share if self.entropy_coef else None
-        # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
+        # If all tokens of a sequence have the same flag, it counts once per sequence; None: once per token.
         whole = self.by_sequence or self.loss_type == "vespo"
         once = whole and layout.is_per_sequence("advantages", advantages)
         if once:
@@ -351,16 +369,19 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
         if layout.is_per_sequence(name, logs):
-            # Split the log of a sequence's factor evenly over its tokens.
+            # Divide the log of a sequence's weight evenly among its tokens.
             return inputs | {"log_importance": layout.spread(logs.detach().reshape(-1) * layout.shares)}
         return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOLoss(GRPOLoss):
-    """PPO-clip: `GRPOLoss` of type "bnpo", with advantages per token.
+    """PPO-clip. Equal to `GRPOLoss(loss_type="bnpo")`.
 
-        mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over the tokens
+        mean over the tokens of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+
+    For advantages per token, pass `advantages` in the shape of `targets`. All options, inputs and metrics of
+    `GRPOLoss` apply.
 
     Reference: Schulman et al., 2017, https://arxiv.org/abs/1707.06347.
 

@@ -1,4 +1,4 @@
-"""The surrogates of `GRPOLoss`, by TRL's names: functions of a token's ratio and advantage."""
+"""The surrogates of `GRPOLoss` by TRL's names, as functions of the ratio and the advantage of a token."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
@@ -10,7 +10,7 @@ GRPOType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", 
 
 
 class GRPOOptions(Protocol):
-    """The fields of `GRPOLoss` that the functions here read."""
+    """The fields of `GRPOLoss` that the functions in this file use."""
 
     epsilon: float
     upper: float
@@ -20,11 +20,12 @@ class GRPOOptions(Protocol):
 
 
 def by_sign(is_positive: Tensor, positive: float, negative: float) -> Tensor:
-    """`positive` where `is_positive` is 1, `negative` where it is 0, in its dtype."""
+    """`positive` if `is_positive` is 1 and `negative` if it is 0, element by element."""
     return negative + (positive - negative) * is_positive
 
 
-# Each takes (loss, ratio, advantages, logps, phi) and returns the surrogate and the flags of its metrics.
+# Each surrogate takes (loss, ratio, advantages, logps, phi), and returns its values and the flags for its
+# metrics.
 
 
 def clipped(loss: GRPOOptions, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
@@ -68,7 +69,7 @@ FLAGS = {
     sapo: (),
     vespo: ("vespo/phi_seq_mean",),
 }
-# Types whose mean is over sequences; the mean of the other types is over tokens.
+# Loss types that average over sequences; the other types average over tokens.
 PER_SEQUENCE = ("grpo", "sapo", "luspo", "dr_grpo")
 # Values of `importance_sampling_level`.
 LEVELS = ("token", "sequence")

@@ -1,4 +1,4 @@
-"""Replace LM head modules among the arguments of a loss by their tensors."""
+"""Replace the LM head modules in the arguments of a loss by their tensors."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -12,20 +12,21 @@ from logitless.engine.operands import SplitHead
 from logitless.errors import value_error
 from logitless.parallel.groups import TENSOR_PARALLEL
 
-# Prefixes of the names of hidden states, weight and bias of the heads in a call.
+# Prefixes of the argument names `hidden`, `weight` and `bias`, one for each head of a call.
 PREFIXES = ("", "teacher_", "ref_")
 # Arguments that a head module replaces.
 HEADS = tuple(f"{prefix}{name}" for prefix in PREFIXES for name in ("weight", "bias"))
 
 
 def resolve_heads(loss, arguments: dict) -> tuple:
-    """(loss, arguments) with every head module or `HeadView` among the arguments replaced by its tensors.
+    """Return (loss, arguments) with every head module or `HeadView` in the arguments replaced by its tensors.
 
-    The loss takes the softcap and scale of a model's head, and the `tp_group` of a view with `in_shards`.
+    The returned loss has the softcap and logit_scale of the model's head. For a view with `in_shards`, its
+    `tp_group` is "tp" unless it was set.
 
     Raises:
-        TypeError: a module that cannot be read.
-        ValueError: a bias beside a head's, or an option of the loss that contradicts the view.
+        TypeError: a module without a converter (`head_view.view_of`).
+        ValueError: a bias was passed with a head module, or an option of the loss differs from the model's.
     """
     arguments = dict(arguments)
     split = None
@@ -38,7 +39,7 @@ def resolve_heads(loss, arguments: dict) -> tuple:
         view = view_of(head, name)
         if arguments.get(f"{prefix}bias") is not None:
             raise value_error(
-                f"{prefix}bias", f"None beside a head as {name}", "a tensor", "the head brings its own"
+                f"{prefix}bias", f"None if {name} is an LM head", "a tensor", "the bias of the head is used"
             )
         if view.of_model:
             loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
@@ -57,17 +58,21 @@ def resolve_heads(loss, arguments: dict) -> tuple:
 
 
 def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
-    """(loss, weight, bias) of a head whose hidden states other heads use too, so that it cannot have LoRA."""
+    """Return (loss, weight, bias) of a head that shares its hidden states with other heads.
+
+    A LoRA adapter on this head is refused, because it would change the hidden states.
+    """
     if view_of(head, name).columns:
-        raise value_error(
-            name, "a head without an adapter", "LoRA on it", "merge it, or train the head whole"
-        )
+        raise value_error(name, "a head without an adapter", "LoRA on it", "merge it, or train the full head")
     loss, resolved = resolve_heads(loss, {"weight": head, "bias": bias})
     return loss, resolved["weight"], resolved["bias"]
 
 
 def _kept(function: Callable) -> Callable:
-    """Cache a function of a loss, except for losses with a group, which the cache would keep alive."""
+    """Cache a function of a loss.
+
+    Losses with a process group are not cached: the cache would keep it alive.
+    """
     once = lru_cache(maxsize=256)(function)
 
     @wraps(function)
@@ -94,13 +99,14 @@ def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
         if same_option(current, value):
             continue
         if current != default:
-            raise value_error(name, f"the model's own {value}", current, "leave it out: the head brings it")
+            remedy = "leave it out: it is read from the model"
+            raise value_error(name, f"the model's {value}", current, remedy)
         if name not in defaults:
             raise value_error(
                 f"{prefix}weight",
                 f"a head with {option} {without}",
                 value,
-                "pass log-probabilities in its place",
+                "pass log-probabilities instead of this head",
             )
         changes[name] = value
     return replace(loss, **changes) if changes else loss

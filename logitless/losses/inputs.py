@@ -1,7 +1,7 @@
-"""Typed keyword arguments (PEP 692) that the calls of several losses share.
+"""Typed keyword arguments (PEP 692) that several losses share.
 
-The signature of a loss's `__call__` has its own arguments; these dicts have the others. tests/test_typing.py
-compares both with the calls.
+The signature of a loss's `__call__` lists the arguments of this loss; these dicts list the shared arguments.
+tests/test_typing.py compares both with the arguments that the calls accept.
 """
 
 from typing import TYPE_CHECKING, Literal, Required, TypedDict
@@ -14,13 +14,13 @@ from logitless.engine.head_view import HeadView
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# An LM head: its weight (V, H), or the head itself.
+# An LM head: its weight (V, H), its module, or a `HeadView` of it.
 HeadWeight = Tensor | nn.Module | HeadView
 Reduction = Literal["mean", "sum", "none"]
 
 
 class CallInputs(TypedDict, total=False):
-    """Keyword arguments of every loss: see `CrossEntropyLoss.__call__`."""
+    """Keyword arguments of every loss, documented in `CrossEntropyLoss.__call__`."""
 
     bias: Tensor | None
     num_items: float | Tensor | None
@@ -51,7 +51,7 @@ class RolloutInputs(CallInputs, total=False):
 
 
 class HeadOptions(TypedDict, total=False):
-    """Fields of a loss that functions such as `linear_logprobs` take as options: see `CrossEntropyLoss`."""
+    """Fields of a loss that functions such as `linear_logprobs` accept, documented in `CrossEntropyLoss`."""
 
     softcap: float | None
     logit_scale: float

@@ -1,4 +1,4 @@
-"""Checks of a loss's call: names of keyword arguments, and tensors where tensors are expected."""
+"""Checks of a loss's call: the names of its keyword arguments, and that tensor arguments are tensors."""
 
 import difflib
 import inspect
@@ -10,15 +10,16 @@ from torch import Tensor
 from logitless.engine.operands import check_data
 from logitless.errors import type_error
 
-# Remedy where a model's whole output was passed as hidden states.
-ALONE = "pass the hidden states alone, such as outputs.last_hidden_state"
-# Declarations of a loss class that add the hidden states, weight and bias of another model to its call, and
-# the prefixes of these arguments.
+# Remedy if the output object of a model was passed as hidden states.
+ALONE = "pass only the hidden states, such as outputs.last_hidden_state"
+# Class attributes of a loss that add the hidden states, weight and bias of another model to its call, and the
+# prefixes of these arguments.
 MODELS = {"teacher": "teacher", "reference": "ref"}
 
 
 MASK = "mask", "pass it as mask", "set the targets to ignore_index where it is off"
-# Names of our arguments in other libraries: (our argument, remedy if the call takes it, remedy if not).
+# Argument names of other libraries -> (the corresponding argument of logitless, remedy if the call accepts
+# it, remedy if it does not).
 SYNONYMS = {
     "attention_mask": MASK,
     "completion_mask": MASK,
@@ -42,15 +43,15 @@ SYNONYMS = {
 
 
 class CheckedCall:
-    """Base of the losses that refuses unknown keyword arguments and non-tensors, with a remedy."""
+    """Base class of the losses, which raises for unknown keyword arguments and for wrong argument types."""
 
-    # Declared inputs that the loss's `__call__` computes for the `__call__` of its base: not keywords.
+    # Declared inputs that `prepare` or `__call__` computes. They are not keyword arguments of the call.
     internal_inputs: ClassVar[tuple[str, ...]] = ()
-    # Inputs of the call that are no tensors, such as a pair of tensors.
+    # Inputs of the call that are not single tensors, such as a pair of tensors.
     structured_inputs: ClassVar[tuple[str, ...]] = ()
-    # Keywords of the call, derived from the signatures of `__call__` and from the declared inputs.
+    # Keyword arguments of the call, derived from the signatures of `__call__` and from the declared inputs.
     keywords: ClassVar[tuple[str, ...]] = ()
-    # Remedies for unknown keywords, by the full name or by its part before the first underscore.
+    # Remedies for unknown keyword arguments. A key is the full name, or the part before the first underscore.
     remedies: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options):
@@ -58,7 +59,7 @@ class CheckedCall:
         cls.keywords = call_keywords(cls)
 
     def check_call(self, given: Iterable[str], **tensors: object) -> None:
-        """Refuse names in `given` that are not keywords of this loss, and `tensors` of other types."""
+        """Raise TypeError for unknown keyword names in `given`, and for `tensors` that are not tensors."""
         unknown = [name for name in given if name not in self.keywords]
         if unknown:
             taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
@@ -83,14 +84,15 @@ class CheckedCall:
 
 
 def call_keywords(cls: type) -> tuple[str, ...]:
-    """The keywords of a loss's call, in alphabetical order."""
+    """The keyword arguments of a loss's call, in alphabetical order."""
     names: set[str] = set()
     for owner in cls.__mro__:
         if "__call__" not in vars(owner):
             continue
         parameters = inspect.signature(vars(owner)["__call__"]).parameters.values()
         names |= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-        # `**arguments` are passed to the base class; `**unknown` are refused.
+        # `**arguments` are passed to the base class. `**unknown` catches unknown names, for which the call
+        # raises.
         rest = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
         if rest in ([], ["unknown"]):
             break
@@ -104,7 +106,10 @@ def call_keywords(cls: type) -> tuple[str, ...]:
 
 
 def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
-    """Refuse names in `given` that are not in `allowed`; the remedy may also name one of `arguments`."""
+    """Raise TypeError for names in `given` that are not in `allowed`.
+
+    The remedy suggests a name in `allowed` or in `arguments`.
+    """
     unknown = [name for name in given if name not in allowed]
     if unknown:
         raise type_error(
@@ -116,7 +121,7 @@ def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tup
 
 
 def synonym(name: str, allowed: Iterable[str]) -> str:
-    """The remedy for another library's name of an argument; empty for other names."""
+    """The remedy for a name in `SYNONYMS`; "" for any other name."""
     if name not in SYNONYMS:
         return ""
     argument, taken, refused = SYNONYMS[name]
@@ -124,6 +129,6 @@ def synonym(name: str, allowed: Iterable[str]) -> str:
 
 
 def meant(name: str, choices: Iterable[str]) -> str:
-    """The remedy for a misspelt name: the closest choice."""
+    """The remedy for a misspelled name: the most similar name in `choices`."""
     close = difflib.get_close_matches(name, choices, n=1)
     return f"perhaps {close[0]} is meant" if close else "leave it out"

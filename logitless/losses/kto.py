@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: single sequences that are desirable or not."""
+"""Kahneman-Tversky optimization (KTO): single sequences that are labelled desirable or undesirable."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,27 +21,29 @@ from logitless.losses.preference import PairedLoss, ReferencedLoss, mean_over
 from logitless.losses.reference_model import check_reference
 
 KTOType = Literal["kto", "apo_zero_unpaired"]
-# Margins by loss type, from the reward beta * log-ratio and beta * KL. The loss of a desirable sequence is
-# sigma(-margin), that of an undesirable one sigma(margin).
+# Loss type -> margin, a function of the reward beta * log-ratio and of beta * KL. The loss of a desirable
+# sequence is sigma(-margin), and the loss of an undesirable sequence is sigma(margin).
 KTO_MARGINS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kto": lambda reward, kl: reward - kl,
     "apo_zero_unpaired": lambda reward, kl: reward,
 }
 
-# The types of `kl`, for errors.
+# Description of the accepted types of `kl`, for error messages.
 REFERENCE_POINT = "a number, a 0-d tensor or a mapping"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss(ReferencedLoss):
-    """Kahneman-Tversky optimization: single sequences that are desirable or not.
+    """Kahneman-Tversky optimization (KTO), for single sequences that are labelled desirable or undesirable.
 
         desirable    w_d * (1 - sigma(beta * (log-ratio - KL)))
         undesirable  w_u * (1 - sigma(beta * (KL - log-ratio)))
 
+    The log-ratio of a sequence is log p(policy) - log p(reference), summed over its tokens.
+
     Args:
-        beta: strength of the pull towards the reference.
-        loss_type: "kto", or "apo_zero_unpaired" (without the KL).
+        beta: strength of the regularization towards the reference model.
+        loss_type: "kto", or "apo_zero_unpaired" (the same loss without the KL).
         desirable_weight: w_d.
         undesirable_weight: w_u.
 
@@ -51,13 +53,14 @@ class KTOLoss(ReferencedLoss):
         targets: (B, T) int64, or (N,) with `cu_seqlens`.
         labels: (B,) bool, or integers that are 0 or 1; True for desirable sequences.
         ref_logps, ref_hidden, ref_weight, ref_bias: the reference, as in `DPOLoss`.
-        kl: the reference point of "kto", the mean log-ratio of unrelated completions; it is detached and
-            clamped at 0. A number or 0-d tensor, which the caller averages over the ranks; or a mapping from
-            which two more passes without gradient compute it: kl_hidden (B', T', H), kl_targets (B', T'), and
-            either ref_logps, (B',) or (B', T'), or ref_hidden (B', T', H') under the call's `ref_weight` and
-            `ref_bias`. Packed, these are (N', H), (N',) and (N', H') with kl_cu_seqlens (B' + 1,).
-            `shift=True` shifts kl_targets and per-token ref_logps as well. `mask` does not apply to
-            kl_targets: set ignored tokens there to `ignore_index`.
+        kl: the reference point of "kto": the mean log-ratio of unrelated completions. It is detached and
+            clamped to at least 0. Either a number or 0-d tensor, which the caller averages over the ranks; or
+            a mapping of tensors, from which the loss computes it in two additional passes without gradient.
+            The mapping has kl_hidden (B', T', H), kl_targets (B', T'), and either ref_logps, (B',) or (B',
+            T'), or ref_hidden (B', T', H'), which is projected with the call's `ref_weight` and `ref_bias`.
+            If the completions are packed, the shapes are (N', H), (N',) and (N', H'), with kl_cu_seqlens (B'
+            + 1,). `shift=True` also shifts kl_targets and per-token ref_logps. `mask` does not apply to
+            kl_targets: set ignored tokens in kl_targets to `ignore_index`.
         num_items: the number of sequences by which the mean divides.
         **arguments: the other arguments of every loss, see `CrossEntropyLoss`.
 
@@ -143,12 +146,12 @@ class KTOLoss(ReferencedLoss):
         super().prepare(call)
 
     def _reference_point(self, call: CallArguments) -> Tensor:
-        """() `kl` as a tensor, detached; 0 for a loss type without it."""
+        """`kl` as a detached 0-d tensor; 0 for a loss type that does not use it."""
         kl = call.inputs["kl"]
         needs_kl = self.loss_type == "kto"
         if (kl is not None) != needs_kl:
             expected = REFERENCE_POINT if needs_kl else f"None for {self.loss_type}"
-            raise value_error("kl", expected, kl, "it is the reference point of 'kto' alone")
+            raise value_error("kl", expected, kl, "only loss_type='kto' has a reference point")
         if isinstance(kl, Mapping):
             kl = self._mean_log_ratio(kl, call)
         options = {"dtype": torch.promote_types(call.hidden.dtype, torch.float32)}
@@ -159,7 +162,7 @@ class KTOLoss(ReferencedLoss):
             return torch.full((), kl or 0.0, **options)
         if kl.numel() != 1:
             got = f"shape {tuple(kl.shape)}"
-            raise value_error("kl", REFERENCE_POINT, got, "average it first")
+            raise value_error("kl", REFERENCE_POINT, got, "average it over the completions first")
         return kl.detach().to(**options).reshape(())
 
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
@@ -169,7 +172,7 @@ class KTOLoss(ReferencedLoss):
         return out
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        """The fault of integer labels that are neither 0 nor 1."""
+        """The check that integer labels are 0 or 1."""
         labels = inputs["labels"]
         if labels.dtype == torch.bool:
             return []
@@ -179,16 +182,16 @@ class KTOLoss(ReferencedLoss):
         ]
 
     def _mean_log_ratio(self, kl: Mapping[str, Tensor], call: CallArguments) -> Tensor:
-        """The mean log-ratio of the unrelated completions in `kl`: sums over tokens, mean over sequences."""
+        """The mean over the completions in `kl` of their log-ratios, each summed over its tokens."""
         hidden, ref_hidden = kl.get("kl_hidden"), kl.get("ref_hidden")
-        if call.heads:  # LoRA on a head widens the hidden states
+        if call.heads:  # a LoRA adapter on the head adds columns to the hidden states
             _, resolved = resolve_heads(self, {"hidden": hidden, "ref_hidden": ref_hidden, **call.heads})
             hidden = resolved["hidden"]
             if "ref_hidden" in kl:
                 ref_hidden = resolved["ref_hidden"]
         ref_weight, ref_bias = call.inputs.get("ref_weight"), call.inputs.get("ref_bias")
         if "ref_hidden" in kl and call.inputs.get("ref_hidden") is None:
-            # The head of the reference is used for the reference point alone.
+            # The head of the reference is used only for the reference point.
             call.inputs |= {"ref_weight": None, "ref_bias": None}
         sequences, starts = self._check_kl(kl)
         targets = kl["kl_targets"].long()
@@ -212,7 +215,7 @@ class KTOLoss(ReferencedLoss):
         return (sums[0] - sums[1]) / max(sequences, 1)
 
     def _check_kl(self, kl: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
-        """Check `kl`: (number of unrelated completions, their boundaries if packed)."""
+        """Check `kl`, and return (number of completions, boundaries of packed completions or None)."""
         needed = {"kl_hidden", "kl_targets"}
         allowed = needed | {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
         one_reference = ("ref_logps" in kl) != ("ref_hidden" in kl)
@@ -221,7 +224,7 @@ class KTOLoss(ReferencedLoss):
                 "kl",
                 "kl_hidden, kl_targets and one of ref_logps and ref_hidden",
                 sorted(kl),
-                "pass these, and kl_cu_seqlens where they are packed",
+                "pass these, and kl_cu_seqlens if they are packed",
             )
         self.check_call((), **kl)
         targets = kl["kl_targets"]

@@ -1,4 +1,4 @@
-"""`linear_logprobs`: differentiable log-probabilities of given tokens, for losses of your own."""
+"""`linear_logprobs`: differentiable log-probabilities of given token ids, for custom losses."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
@@ -19,16 +19,16 @@ from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsStatistics, logprobs_of_ids
 
-# The type of the returned entropy, which follows from the argument `entropy`.
+# The type of the returned entropy, which depends on the argument `entropy`.
 Entropy = TypeVar("Entropy", bound=Tensor | None, covariant=True)
 
 
 class TokenLogprobs(NamedTuple, Generic[Entropy]):
-    """The result of `linear_logprobs`: fp32 tensors (fp64 for fp64 operands), 0 where ignored.
+    """The result of `linear_logprobs`: fp32 tensors (fp64 for fp64 operands), with 0 at ignored positions.
 
     Attributes:
-        logps: log-probabilities, of the targets' shape: (...), or (..., k).
-        entropy: (...), in nats; None unless asked for.
+        logps: log-probabilities in targets' shape: (...), or (..., k).
+        entropy: (...), in nats; None with `entropy=False`.
         lse: (...), the log-sum-exp of the logits.
     """
 
@@ -39,11 +39,11 @@ class TokenLogprobs(NamedTuple, Generic[Entropy]):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStatistics(TokenLoss):
-    """Per-token statistics for ordinary autograd: `numbers(hidden, weight, targets)`.
+    """Per-token statistics of the logits as tensors that autograd can differentiate; see `statistics`.
 
     Args:
-        entropy: whether to compute the entropy. False; True: differentiable; "metric": without gradient.
-        also: names of further statistics, without gradient.
+        entropy: whether to compute the entropy. True: with gradient; "metric": without gradient.
+        also: names of additional statistics, without gradient.
     """
 
     entropy: bool | str = False
@@ -64,7 +64,7 @@ class TokenStatistics(TokenLoss):
     reduction: ClassVar = "none"
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        """As a loss, the log-probabilities themselves."""
+        """The loss of a token is its log-probability."""
         return {"logps": Term(stats.logps)}, {}
 
     def statistics(
@@ -78,7 +78,10 @@ class TokenStatistics(TokenLoss):
         cu_seqlens: Tensor | None = None,
         sampling_mask: SamplingMask | AlignedMask | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
-        """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
+        """Return (statistics by name, plan).
+
+        The statistics have targets' shape, and are 0 at ignored positions.
+        """
         arguments = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
         call = self.bind(hidden, weight, targets, arguments, {"sampling_mask": sampling_mask})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
@@ -90,7 +93,7 @@ ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens", "sampling_mask
 
 
 class LogprobsOptions(HeadOptions, total=False):
-    """Keyword arguments of `linear_logprobs` besides `entropy`."""
+    """Keyword arguments of `linear_logprobs`, except `entropy`."""
 
     bias: Tensor | None
     ignore_index: int
@@ -139,14 +142,15 @@ def linear_logprobs(
     sampling_mask: SamplingMask | None = None,
     **head: Unpack[HeadOptions],
 ) -> TokenLogprobs[Tensor | None]:
-    """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
+    """Compute log softmax(hidden @ weight.T)[targets], one chunk of logits at a time.
 
-    With a trainable head the backward pass recomputes the chunks of logits (4 products in total). With a
-    frozen head the forward pass saves d logp / d hidden, which the backward pass scales for any loss of logps
-    and lse (2 products; a differentiable entropy costs one more).
+    `targets` have one id or k ids per position. The result is differentiable. With a trainable head, the
+    backward pass recomputes the chunks of logits (4 products in total). With a frozen head, the forward pass
+    saves d logp / d hidden, and the backward pass scales it, for any function of logps and lse (2 products in
+    total; 3 with a differentiable entropy).
 
-    With k ids per position, an id that equals `ignore_index` is an empty slot: its log-probability is -inf
-    and has no gradient. A position whose slots are all empty is ignored. Ids may repeat.
+    With k ids per position, an id that equals `ignore_index` is an empty slot. Its log-probability is -inf
+    and has no gradient. A position with only empty slots is ignored. An id may occur in several slots.
 
     Args:
         hidden: (..., H).
@@ -155,21 +159,22 @@ def linear_logprobs(
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
         shift: whether targets are unshifted labels of the same length: position i predicts targets[i + 1],
-            and the last position of every sequence predicts nothing. Results are aligned with hidden.
-            A loss with `shift=True` expects `old_logps` aligned with the targets: pass `logps.roll(1, -1)`.
-        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, hidden (N, H); only with `shift`.
-        sampling_mask: the ids that the sampler kept of each token's vocabulary. log p, entropy and lse are
-            then over these ids; over the whole vocabulary where a token has none. A token with few ids is not
-            projected.
+            and the last position of every sequence predicts nothing. The results are aligned with hidden. A
+            loss with `shift=True` expects `old_logps` aligned with the targets: pass `logps.roll(1, -1)`.
+        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, with hidden (N, H); only with
+            `shift`.
+        sampling_mask: a `SamplingMask` with the ids that the sampler kept for each token. log p, entropy and
+            lse are then normalized over these ids. A token with an empty set is normalized over the whole
+            vocabulary. For a token with few ids, only the logits of these ids are computed.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 
     Returns:
-        A `TokenLogprobs` (logps, entropy, lse), logps of the targets' shape, the others (...).
+        A `TokenLogprobs` (logps, entropy, lse): logps in targets' shape, entropy and lse (...).
 
     Raises:
-        ValueError: shapes or options that do not fit together, or an id outside the vocabulary.
-        TypeError: an unknown option, or an argument of another type.
+        ValueError: shapes or options do not match, or an id is outside the vocabulary.
+        TypeError: an option is unknown, or an argument has the wrong type.
 
     Examples:
         >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
@@ -184,7 +189,7 @@ def linear_logprobs(
             "cu_seqlens",
             "None without shift",
             type(cu_seqlens).__name__,
-            "leave it out, as every token stands alone",
+            "leave it out: without shift, boundaries do not change the result",
         )
     if sampling_mask is not None:
         check_mask(sampling_mask)

@@ -1,4 +1,4 @@
-"""Medusa: heads for the tokens beyond the next, and the loss that trains them."""
+"""Medusa: heads that predict tokens after the next token, and the loss that trains these heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(linear(x)); the identity at first."""
+    """x + SiLU(linear(x)), initialized to the identity."""
 
     def __init__(self, hidden_size: int, **options):
         super().__init__()
@@ -30,7 +30,8 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(BlockHeads):
-    """K heads for the tokens beyond the next: `num_layers` residual blocks and a projection each.
+    """K heads that predict tokens after the next token. Each has `num_layers` residual blocks and a
+    projection.
 
     The state dict has the layout of the reference implementation:
     `medusa_head.{k}.{layer}.linear.{weight,bias}` and `medusa_head.{k}.{num_layers}.weight`.
@@ -40,9 +41,9 @@ class MedusaHeads(BlockHeads):
         vocab_size: V.
         num_heads: K, at least 1.
         num_layers: residual blocks per head.
-        shared: use the base model's head in place of a projection per head.
-        device: device of the parameters; default: torch's default device.
-        dtype: dtype of the parameters; default: torch's default dtype.
+        shared: use the base model's head for all heads, instead of one projection per head.
+        device: device of the parameters. Default: torch's default device.
+        dtype: dtype of the parameters. Default: torch's default dtype.
 
     Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.1.
     """
@@ -64,7 +65,7 @@ class MedusaHeads(BlockHeads):
                 "num_heads", "at least 1", num_heads, "a model without heads needs no MedusaHeads"
             )
         if num_layers < 0:
-            raise value_error("num_layers", "0 or more", num_layers, "the paper's is 1")
+            raise value_error("num_layers", "0 or more", num_layers, "the paper uses 1")
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.num_layers = num_layers
@@ -81,7 +82,7 @@ class MedusaHeads(BlockHeads):
 
     @torch.no_grad()
     def start_from(self, weight: Tensor) -> "MedusaHeads":
-        """Copy the base head (V, H) into every projection, so that training starts from its predictions."""
+        """Copy the base head (V, H) into every projection, so that training starts from its outputs."""
         shape = (self.vocab_size, self.hidden_size)
         if weight.shape != shape:
             raise value_error("weight", f"the base head {shape}", tuple(weight.shape), "pass lm_head.weight")
@@ -101,11 +102,11 @@ class MedusaHeads(BlockHeads):
         return tensors
 
     def projection(self, k: int) -> Tensor | None:
-        """(V, H), or None where the base model's head is used."""
+        """The projection (V, H) of head k; None with `shared`, where the base model's head is used."""
         return None if self.shared else self.medusa_head[k][self.num_layers].weight
 
     def forward(self, hidden: Tensor, base_weight: HeadWeight | None = None) -> Tensor:
-        """Logits of all heads, (K, ..., V): for decoding a few positions, not for training."""
+        """Compute the logits of all heads, (K, ..., V). For decoding: it stores the full logits."""
         weights = [base_weight if self.shared else self.projection(k) for k in range(len(self))]
         return torch.stack(
             [nn.functional.linear(self.blocks(k)(hidden), weight) for k, weight in enumerate(weights)]
@@ -114,33 +115,39 @@ class MedusaHeads(BlockHeads):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaLoss(MultiHeadLoss):
-    """Cross-entropy of the base head and of K Medusa heads, each a token further ahead.
+    """Weighted sum of the cross-entropies of the base head and of K Medusa heads.
 
         base_coefficient * CE(base, i + 1) + sum_k coefficient_k * CE(head k, i + 2 + k)
 
-    Args:
-        coefficients: one per head; default `decay ** k`.
-        decay: factor between consecutive default coefficients; 0.8 in the paper.
-        base_coefficient: weight of the base model's loss; 0 in stage 1, where the backbone and its head are
-            frozen.
+    At position i, the base head predicts token i + 1, and head k (k = 0, ..., K - 1) predicts token i + 2 +
+    k.
 
-    The fields of `CrossEntropyLoss` apply to every head.
+    Args:
+        coefficients: one weight per head; default `decay ** k`.
+        decay: factor between consecutive default coefficients; 0.8 in the paper.
+        base_coefficient: weight of the base head's loss; 0 in stage 1 of the paper, in which the backbone and
+            the base head are frozen.
+
+    The fields of `CrossEntropyLoss` apply to every head, except `reduction="none"`, `return_logps` and
+    `return_predictions`, which are refused.
 
     Inputs:
         hidden: (B, T, H), or (N, H) with `cu_seqlens` (sequences + 1,).
-        heads: `MedusaHeads`. With `tp_group`, the heads and `base_weight` of each rank have the rank's rows
-            of the vocabulary, MedusaHeads(H, rows, ...), and their blocks are replicas.
+        heads: `MedusaHeads`. With `tp_group`, each rank passes its rows of the vocabulary in `base_weight`
+            and in `MedusaHeads(H, rows, ...)`, and the residual blocks are replicated.
         targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels, as with `shift=True` in other
             losses.
-        base_weight: (V, H), or the base model's LM head; required unless base_coefficient is 0 and the heads
-            have projections.
+        base_weight: (V, H), or the base model's LM head. Required, unless `base_coefficient` is 0 and the
+            heads have projections.
         base_bias: (V,).
-        mask: like targets; where it is off, the label is not supervised.
-        num_items: replaces the number of targets of every head.
+        mask: same shape as targets. Labels with mask 0 (False) are not supervised.
+        num_items: the divisor of the mean of every head; default the number of targets of the head.
 
-    Only tensors that require a gradient get one: freeze the backbone and the base head for stage 1.
+    Only tensors that require a gradient get one. Freeze the backbone and the base head for stage 1.
 
-    Metrics: base/loss, base/accuracy, head_{k}/loss, head_{k}/accuracy (top-1), without coefficients.
+    Metrics: base/loss, base/accuracy, head_{k}/loss and head_{k}/accuracy (top-1). The losses are not
+        multiplied by the
+    coefficients.
 
     Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.2.
 
@@ -182,7 +189,7 @@ class MedusaLoss(MultiHeadLoss):
                 "heads",
                 "a MedusaHeads module",
                 type(heads).__name__,
-                "make them with MedusaHeads(hidden_size, vocab_size, num_heads)",
+                "construct MedusaHeads(hidden_size, vocab_size, num_heads)",
             )
         K = len(heads)
         coefficients = (
@@ -193,7 +200,7 @@ class MedusaLoss(MultiHeadLoss):
                 "coefficients",
                 f"{K} numbers, one per head",
                 len(coefficients),
-                "leave it None for powers of decay",
+                "set it to None for powers of decay",
             )
         needed = self.base_coefficient != 0 or heads.shared
         has_base = base_weight is not None
@@ -203,9 +210,9 @@ class MedusaLoss(MultiHeadLoss):
             if base_weight.shape[0] != heads.vocab_size:
                 raise value_error(
                     "base_weight",
-                    f"{heads.vocab_size} rows, as the heads have",
+                    f"{heads.vocab_size} rows, like the heads",
                     tuple(base_weight.shape),
-                    "base and heads predict the same ids",
+                    "the base head and the Medusa heads predict the same ids",
                 )
         parts = []
         if self.base_coefficient:

@@ -1,10 +1,10 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is a `HeadCall` of the engine with its own targets. Heads on the same hidden states (Medusa) add to
-one d_hidden; in multi-token prediction each depth has hidden states, and a d_hidden, of its own. A d_weight
-that one head alone uses is cast from fp32 when that head is done. The chunk loop runs the layers in front of
-a head forward and backward per chunk. So only the gradients of the heads' parameters grow with the number of
-heads.
+Every head is one `HeadCall` of the engine, with separate targets. Heads with the same hidden states (Medusa)
+add to one d_hidden. In multi-token prediction, each depth has separate hidden states and a separate d_hidden.
+A d_weight that only one head uses is cast from fp32 when that head is done. The chunk loop runs the layers in
+front of a head forward and backward for each chunk. Therefore memory grows with the number of heads only by
+the gradients of their parameters.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from logitless.parallel.groups import PLAIN, local_parameter
 
 @dataclass
 class Part:
-    """One head's share of a loss."""
+    """One head of a loss: its coefficient, operands and offset."""
 
     name: str
     coefficient: float
@@ -36,11 +36,11 @@ class Part:
     bias: Tensor | None  # (V,)
     offset: int  # position i predicts token i + offset
     layers: Layers | None = None  # in front of the weight
-    constant_head: bool = False  # whether weight and bias get no gradient of this part
+    constant_head: bool = False  # whether weight and bias get no gradient from this part
 
 
 def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Targets of a head, (B, T) or packed (N,): the label `offset` positions later in the same sequence."""
+    """Shift the labels (B, T) or packed (N,) left by `offset` within each sequence, as targets of a head."""
     T = labels.shape[-1]
     positions = torch.arange(T, device=labels.device) + offset
     inside = positions < T
@@ -50,7 +50,7 @@ def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | N
 
 
 class BlockHeads(nn.Module):
-    """Base of modules with several heads and layers in front of each."""
+    """Base class of modules with several heads, each with layers in front of its projection."""
 
     def blocks(self, k: int) -> nn.Module:
         """The layers in front of head k."""
@@ -68,7 +68,7 @@ class BlockHeads(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHeadLoss(CrossEntropyLoss):
-    """Base of the losses of several heads: a weighted sum of cross-entropies, solved head by head."""
+    """Base class of losses with several heads: a weighted sum of cross-entropies, computed head by head."""
 
     def __post_init__(self) -> None:
         coefficients = getattr(self, "coefficients", None)
@@ -81,11 +81,11 @@ class MultiHeadLoss(CrossEntropyLoss):
             )
         if self.return_logps:
             raise value_error(
-                "return_logps", "False for several heads", True, "each has log-probabilities of its own"
+                "return_logps", "False for several heads", True, "each head has different log-probabilities"
             )
         if self.return_predictions:
             raise value_error(
-                "return_predictions", "False for several heads", True, "each has predictions of its own"
+                "return_predictions", "False for several heads", True, "each head has different predictions"
             )
 
     def solve_parts(
@@ -96,7 +96,7 @@ class MultiHeadLoss(CrossEntropyLoss):
         num_items: float | Tensor | None,
         mask: Tensor | None,
     ) -> LossOutput:
-        """The weighted sum of the parts, with each one's own loss and accuracy as metrics."""
+        """Compute the weighted sum of the parts, with the loss and the accuracy of each part as metrics."""
         if mask is not None:
             targets = self.masked(targets, mask)
         if targets.dim() == 0:
@@ -120,10 +120,10 @@ class MultiHeadLoss(CrossEntropyLoss):
                     "weight",
                     "a tensor (V, H)",
                     type(part.weight).__name__,
-                    "train it whole, or take linear_logprobs of each head",
+                    "train the full head, or call linear_logprobs for each head",
                 )
             labels = ahead(targets.long(), part.offset, self.ignore_index, cu_seqlens)
-            # A head that several parts share is gathered once, and gets one gradient.
+            # A head that several parts share is gathered once, and gets a single gradient.
             weight, bias = part.weight, part.bias
             if loss.tp_group is not None or type(weight) not in PLAIN:
                 for name, x in (("weight", weight), ("bias", bias)):
@@ -137,9 +137,9 @@ class MultiHeadLoss(CrossEntropyLoss):
             if weight.shape[0] != rows:
                 raise value_error(
                     part.name,
-                    f"{rows} rows on this rank, as {parts[0].name} has",
+                    f"{rows} rows on this rank, like {parts[0].name}",
                     weight.shape[0],
-                    "shard all heads alike",
+                    "shard all heads in the same way",
                 )
             if part.constant_head:
                 weight = weight.detach()
@@ -147,7 +147,7 @@ class MultiHeadLoss(CrossEntropyLoss):
             head_call = prepare(
                 loss, part.hidden, weight, labels, bias, {}, num_items=num_items, cu_seqlens=cu_seqlens
             )
-            # Parts with the same hidden states share one flattened tensor, which gets one gradient.
+            # Parts with the same hidden states share one flattened tensor, so that it gets a single gradient.
             flattened = [rows for hidden, rows in flat if hidden is part.hidden]
             hidden = flattened[0] if flattened else head_call.hidden
             flat.append((part.hidden, hidden))

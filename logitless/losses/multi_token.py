@@ -1,4 +1,4 @@
-"""Multi-token prediction: several hidden states under one head."""
+"""Multi-token prediction: several hidden states with one shared head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,26 +16,28 @@ from logitless.losses.multi_head import MultiHeadLoss, Part
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenLoss(MultiHeadLoss):
-    """Multi-token prediction: several hidden states under one head, the k-th predicting k + 1 tokens ahead.
+    """Multi-token prediction: several hidden states per position with one shared head.
 
         sum_k coefficient_k * CE(weight @ hidden_k, i + 1 + k)
 
+    At position i, the hidden states of depth k = 0, 1, ... predict token i + 1 + k.
+
     Args:
-        coefficients: one per hidden state; default 1 for the first and 0.3 for the others (DeepSeek-V3's
-            lambda).
-        isolated: whether the shared head gets the gradient of the first hidden state's loss alone, and the
-            losses of later hidden states treat the head as a constant: 2 products instead of 3 for each of
-            these losses. To keep their gradients out of the backbone, detach the hidden states that the model
-            passes to its MTP modules.
+        coefficients: one weight per depth; default 1 for depth 0 and 0.3 for the others (lambda of
+            DeepSeek-V3).
+        isolated: whether only the loss of depth 0 contributes to the gradient of the head. The losses of the
+            other depths then treat the head as a constant, and need 2 products instead of 3. They still
+            contribute to the gradients of their hidden states. To keep these gradients out of the backbone,
+            detach the hidden states that the model passes to its MTP modules.
 
     Inputs:
-        hidden: a sequence of tensors (B, T, H), one per depth; or (N, H) with `cu_seqlens` (sequences + 1,).
+        hiddens: a sequence of tensors (B, T, H), one per depth; or (N, H) with `cu_seqlens` (sequences + 1,).
         weight: (V, H), or the LM head itself.
         targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels, as with `shift=True` in other
             losses.
         bias: (V,).
-        mask: like targets; where it is off, the label is not supervised.
-        num_items: replaces the number of targets of every depth.
+        mask: same shape as targets. Labels with mask 0 (False) are not supervised.
+        num_items: the divisor of the mean of every depth; default the number of targets of the depth.
 
     Metrics: depth_{k}/loss, depth_{k}/accuracy.
 
@@ -83,12 +85,15 @@ class MultiTokenLoss(MultiHeadLoss):
                 "hiddens",
                 "a list or tuple of tensors",
                 type(hiddens).__name__,
-                "pass [hidden] for a single one",
+                "pass [hidden] for a single depth",
             )
         depths = len(hiddens)
         if depths == 0:
             raise value_error(
-                "hiddens", "at least one tensor of hidden states", depths, "pass the model's own first"
+                "hiddens",
+                "at least one tensor of hidden states",
+                depths,
+                "pass the hidden states of depth 0",
             )
         coefficients = (1.0,) + (0.3,) * (depths - 1) if self.coefficients is None else self.coefficients
         if len(coefficients) != depths:
@@ -96,7 +101,7 @@ class MultiTokenLoss(MultiHeadLoss):
                 "coefficients",
                 f"{depths} numbers, one per hidden state",
                 len(coefficients),
-                "or leave it None",
+                "pass one per hidden state, or set it to None",
             )
         parts = [
             Part(

@@ -3,7 +3,8 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# exp() of a log-ratio beyond this is infinite in fp32, and its gradient not a number.
+# Bound of log-ratios before exp. exp of a log-ratio above about 88 is infinite in fp32, and its gradient may
+# be NaN.
 LARGEST = 80.0
 
 
@@ -13,5 +14,5 @@ def bounded_exp(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """sigma(x), whose gradient sigma(x) * sigma(-x) keeps its digits where sigma(x) rounds to 1."""
+    """sigma(x), with the gradient sigma(x) * sigma(-x), which is accurate even if sigma(x) rounds to 1."""
     return logsigmoid(x).exp()

@@ -14,24 +14,25 @@ _OF_THE_LOSS = "{0}: expected a tensor, got the LossOutput of a call; take its .
 
 
 def _no_number(self, *others: object) -> Never:
-    """Raise for arithmetic: a tuple would repeat or concatenate itself."""
-    raise type_error("out", "a tensor", "the LossOutput of a call", "take its .loss")
+    """Raise TypeError for arithmetic, which would repeat or concatenate the named tuple."""
+    raise type_error("out", "a tensor", "the LossOutput of a call", "use its .loss")
 
 
 class LossOutput(NamedTuple):
     """The result of a loss. `logps` and `predictions` are entries of `tokens`.
 
-    A named tuple, not a tensor: arithmetic raises TypeError, `.backward()` and `.item()` raise
-    AttributeError, with the advice to take `.loss`.
+    A named tuple, not a tensor. Arithmetic raises TypeError, and `.backward()` and `.item()` raise
+    AttributeError; the messages say to use `.loss`.
 
     Attributes:
-        loss: fp32 (fp64 for fp64 operands); 0-d, or one value per unit of the loss with `reduction="none"`.
+        loss: 0-d tensor, or with `reduction="none"` a tensor with one value per unit of the loss; fp32 (fp64
+            for fp64 operands).
         metrics: detached 0-d tensors by name.
-        plan: the plan that ran; None inside a compiled graph, which is traced before it runs.
-        tokens: detached per-token statistics by name, in the targets' shape, 0 where ignored;
-            with `shift=True` aligned with hidden: `x.roll(1, -1)` is aligned with the targets. With
-            `return_logps`: logps, lse, the other statistics of the loss, and (unless reduction="none" or
-            accumulate_into is given) d_logps, the gradient of the loss with respect to logps. With
+        plan: the `Plan` of the call; None inside a compiled graph, which is traced before it runs.
+        tokens: detached per-token statistics by name, in targets' shape, with 0 at ignored positions. With
+            `shift=True` they are aligned with hidden, and `x.roll(1, -1)` is aligned with the targets. With
+            `return_logps`: logps, lse, the other statistics of the loss, and d_logps, the gradient of the
+            loss with respect to logps (not with reduction="none" or accumulate_into). With
             `return_predictions`: predictions. Otherwise empty.
     """
 
@@ -42,14 +43,15 @@ class LossOutput(NamedTuple):
 
     @property
     def logps(self) -> Tensor:
-        """Log-probabilities of the targets; AttributeError unless the loss has `return_logps=True`."""
+        """Log-probabilities of the targets. Raises AttributeError unless the loss has `return_logps=True`."""
         return self._asked_for("logps", "return_logps")
 
     @property
     def predictions(self) -> Tensor:
-        """int64 ids of the largest logits, of equal ones the lowest; `ignore_index` where there is no target.
+        """int64 ids of the largest logits, and the lowest id among equal logits; `ignore_index` at ignored
+        positions.
 
-        AttributeError unless the loss has `return_predictions=True`.
+        Raises AttributeError unless the loss has `return_predictions=True`.
         """
         return self._asked_for("predictions", "return_predictions")
 
@@ -79,7 +81,7 @@ def aligned(
     shape: torch.Size,
     ignore_index: int,
 ) -> dict[str, Tensor]:
-    """Per-token statistics in the shape of the call's targets."""
+    """Return per-token statistics in the shape of the call's targets."""
     statistics = dict(tokens)
     if "predictions" in statistics:
         statistics["predictions"] = statistics["predictions"].masked_fill(

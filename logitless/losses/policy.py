@@ -1,7 +1,7 @@
-"""Base of the policy losses of reinforcement learning: masks, and inputs per sequence or per token.
+"""Base classes of the policy losses of reinforcement learning: masks, and inputs per sequence or per token.
 
-Sequences are padded `(B, T)`, or packed with `cu_seqlens`. A token is supervised if its target is not
-`ignore_index` and its `mask` is on. Advantages are per sequence or per token.
+Sequences are padded (B, T), or packed with `cu_seqlens`. A token is supervised if its target is not
+`ignore_index` and its `mask` is not 0. Advantages are per sequence or per token.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ from logitless.losses.base import TokenLoss
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(TokenLoss):
-    """A loss of advantages. `laid_out` computes the declared inputs from the arguments of the call."""
+    """Base class of losses with advantages.
+
+    `laid_out` computes the declared inputs from the call's arguments.
+    """
 
     token_inputs: ClassVar = ("advantages",)
     observes: ClassVar = ("entropy",)
@@ -27,7 +30,7 @@ class PolicyLoss(TokenLoss):
     def laid_out(
         self, layout: SequenceLayout, advantages: Tensor, **given: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """The declared inputs, from the advantages and the other keyword arguments of the loss."""
+        """Compute the declared inputs from the advantages and the other keyword arguments of the loss."""
         raise NotImplementedError
 
     def prepare(self, call: CallArguments) -> None:
@@ -44,12 +47,13 @@ class PolicyLoss(TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
-    """A policy loss of the ratio r of the policy to an older one, clipped to [1 - epsilon, 1 + epsilon_high].
+    """Base class of policy losses that clip the ratio r = p(policy) / p(old policy) to [1 - epsilon, 1 +
+    epsilon_high].
 
     Args:
-        epsilon: clip range below 1; None for 0.2.
-        epsilon_low: another name for `epsilon`.
-        epsilon_high: clip range above 1, default `epsilon`.
+        epsilon: clip range below 1. None: 0.2.
+        epsilon_low: another name of `epsilon`.
+        epsilon_high: clip range above 1. None: `epsilon`.
     """
 
     epsilon: float | None = None
@@ -61,9 +65,9 @@ class ClippedLoss(PolicyLoss):
         if len(set(clip_ranges)) >= 2:
             raise value_error(
                 "epsilon_low",
-                "epsilon itself, or None",
-                f"{self.epsilon_low} beside epsilon={self.epsilon}",
-                "they are two names of the lower clip range",
+                "the value of epsilon, or None",
+                f"{self.epsilon_low} with epsilon={self.epsilon}",
+                "both are names of the lower clip range",
             )
         object.__setattr__(self, "epsilon", clip_ranges[0] if clip_ranges else 0.2)
         super().__post_init__()
@@ -71,7 +75,7 @@ class ClippedLoss(PolicyLoss):
             raise value_error("epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2")
         if self.upper < 0:
             raise value_error(
-                "epsilon_high", "a number >= 0 or None", self.epsilon_high, "leave it None for epsilon"
+                "epsilon_high", "a number >= 0 or None", self.epsilon_high, "set it to None to use epsilon"
             )
 
     @property

@@ -1,7 +1,7 @@
-"""Bases of the preference losses: pairs of sequences, a reference model, and TRL's metrics.
+"""Base classes of the preference losses: pairs of sequences, a reference model, and TRL's metrics.
 
-Sequences come padded `(B, T)`, or packed with `cu_seqlens`; prompts and padding are masked by `ignore_index`
-in the targets. Where they form pairs, the B chosen sequences come first, then the B rejected ones. The
+Sequences are padded (B, T), or packed with `cu_seqlens`. The targets of prompts and padding are
+`ignore_index`. If the sequences form pairs, the B chosen sequences come first, then the B rejected ones. The
 log-probability of a sequence is the sum over its supervised tokens.
 """
 
@@ -33,24 +33,27 @@ TOKEN_METRICS = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accu
 
 
 def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigma(x), where a share `label_smoothing` of the labels is assumed to be flipped."""
+    """-log sigma(x), with a fraction `label_smoothing` of the labels assumed to be flipped."""
     if not label_smoothing:
         return -logsigmoid(x)
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
 
 
 def mean_over(values: Tensor, mask: Tensor, of: str = "tokens") -> Term:
-    """The mean of the values where `mask` is on; values elsewhere are ignored, even infinite ones."""
+    """The mean of the values at which `mask` is True.
+
+    All other values are ignored, even if they are infinite.
+    """
     return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype), of=of)
 
 
 def chosen_nll(stats: TokenStats, batch: Batch) -> Tensor:
-    """(n,) negative log-probabilities of the chosen sequences' tokens, 0 for all other tokens."""
+    """(n,) negative log-probabilities of the tokens of chosen sequences; 0 for all other tokens."""
     return torch.where(batch.is_chosen, -stats.logps, 0.0)
 
 
 def pair_metrics(logps: tuple[Tensor, Tensor], rewards: tuple[Tensor, Tensor]) -> dict[str, Term]:
-    """TRL's metrics of the pairs, from (chosen, rejected) log-probabilities and rewards, (pairs,) each."""
+    """TRL's metrics of pairs, given (chosen, rejected) log-probabilities and rewards of shape (pairs,)."""
     chosen, rejected, better, worse = (x.detach() for x in (*logps, *rewards))
     values = (better, worse, (better > worse).to(better.dtype), better - worse, chosen, rejected)
     return {name: Term(x, over="pairs") for name, x in zip(PAIR_METRICS, values, strict=True)}
@@ -60,12 +63,11 @@ def preference_metrics(
     stats: TokenStats,  # (n,) each
     batch: Batch,
     chosen: Tensor,  # (n,) bool: of a chosen sequence
-    completion: Tensor | None = None,  # (n,) bool: of the completion; None where all are
+    completion: Tensor | None = None,  # (n,) bool: of a completion; None if all tokens are
 ) -> dict[str, Term]:
-    """TRL's metrics of the tokens.
+    """TRL's metrics that are means over tokens.
 
-    `logits/*` are means over the vocabulary as well: -inf where the bias masks a part of it with -inf, as in
-    TRL.
+    `logits/*` are means over tokens and vocabulary. As in TRL, they are -inf if a part of the bias is -inf.
     """
     better = chosen
     worse = ~chosen
@@ -84,14 +86,14 @@ def preference_metrics(
     }
 
 
-# Arguments of losses that take chosen and rejected sequences separately.
+# Arguments of other libraries' losses that take chosen and rejected sequences separately.
 PARTS = ("hidden", "targets", "chosen", "rejected")
 CONCATENATE = "concatenate the sequences, chosen first: torch.cat((chosen, rejected))"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedLoss(TokenLoss):
-    """Base of the losses of pairs."""
+    """Base class of losses of pairs."""
 
     scope: ClassVar = "group"
     unit: ClassVar = "pairs"
@@ -104,7 +106,10 @@ class PairedLoss(TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedLoss(ComparedLoss):
-    """A loss of sequences with a reference: log-probs per token or sequence, or hidden states and head."""
+    """Base class of losses of sequences with a reference model.
+
+    The reference is passed as log-probabilities per token or per sequence, or as hidden states and head.
+    """
 
     token_inputs: ClassVar = ("ref_logps",)
     sequence_inputs: ClassVar = ("ref_sequence_logps",)
@@ -116,7 +121,7 @@ class ReferencedLoss(ComparedLoss):
         if ref_input is None:
             return
         sequences = (call.targets if call.cu_seqlens is None else call.cu_seqlens[1:]).shape[0]
-        # Flat tokens without sequences are refused later.
+        # Flat tokens without sequences are refused in a later check.
         has_sequences = call.cu_seqlens is not None or call.targets.dim() > 1
         per_token, ref_logps = self.read_ref_logps(ref_input, call.targets, sequences if has_sequences else 1)
         del call.inputs["ref_logps"]
@@ -125,7 +130,10 @@ class ReferencedLoss(ComparedLoss):
     def read_ref_logps(
         self, ref_logps: Tensor, targets: Tensor, sequences: int, where: str = ""
     ) -> tuple[bool, Tensor]:
-        """(whether there is one per token, the log-probabilities like targets or (sequences,))."""
+        """Check `ref_logps`.
+
+        Return (whether they are per token, `ref_logps` like targets or (sequences,)).
+        """
         name = "ref_logps"
         if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):
             return False, ref_logps.reshape(-1)
@@ -137,7 +145,11 @@ class ReferencedLoss(ComparedLoss):
         return True, token_logps
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
-        """(sequences,) log-probabilities under the reference; `weights` (n,) do not apply to given sums."""
+        """(sequences,) log-probabilities under the reference model.
+
+        `weights` (n,) are applied to log-probabilities per token, not to sums per sequence that the caller
+        passed.
+        """
         if batch.ref_sequence_logps is not None:
             return batch.ref_sequence_logps
         return batch.sum_by_sequence(batch.ref_logps if weights is None else batch.ref_logps * weights)
@@ -145,12 +157,12 @@ class ReferencedLoss(ComparedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class UnreferencedLoss(PairedLoss):
-    """Pairs without a reference model.
+    """Base class of losses of pairs without a reference model.
 
     Args:
-        logits_over: what the metrics logits/chosen and logits/rejected average over: "completion" tokens, or
-            every "position", as TRL's CPO and ORPO do (computed from the mean row of the head, which a
-            softcap does not allow).
+        logits_over: the positions over which the metrics logits/chosen and logits/rejected average.
+            "completion": the completion tokens. "position": all positions, as in TRL's CPO and ORPO; computed
+            from the mean row of the head, which is not possible with a softcap.
     """
 
     logits_over: Literal["completion", "position"] = "completion"
@@ -169,7 +181,7 @@ class UnreferencedLoss(PairedLoss):
             )
         if by_row and self.tp_group is not None:
             raise value_error(
-                "logits_over", "'completion' with tp_group", got, "no rank has the whole head to average"
+                "logits_over", "'completion' with tp_group", got, "the mean row needs all rows of the head"
             )
 
     def __call__(
@@ -197,9 +209,10 @@ def mean_logits_over_positions(
     bias: Tensor | None,  # (V,)
     cu_seqlens: Tensor | None,  # (2B + 1,)
 ) -> tuple[Tensor, Tensor]:
-    """(chosen, rejected): mean logit over all positions of the chosen, and of the rejected sequences.
+    """Return the mean logit over all positions of the chosen sequences, and of the rejected sequences.
 
-    The mean over the vocabulary is linear in the head: it is the product with the mean row of the head.
+    The mean of a position's logits over the vocabulary is the product of its hidden state with the mean row
+    of the head.
     """
     with torch.no_grad():
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -220,5 +233,5 @@ def mean_logits_over_positions(
 
 
 def _whole(x: Tensor) -> Tensor:
-    """A DTensor gathered, another tensor unchanged."""
+    """Gather a DTensor; return any other tensor unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -25,30 +25,33 @@ from logitless.losses.preference import (
     smoothed,
 )
 
-# Upper bound of the mean log-probabilities, which keeps the odds p / (1 - p) finite in fp32.
+# Upper bound of the mean log-probabilities. It keeps the odds p / (1 - p) finite in fp32.
 CERTAIN = -1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
 class ORPOLoss(UnreferencedLoss):
-    """Odds-ratio preference optimization: the chosen tokens' NLL, and the odds of chosen against rejected.
+    """Odds-ratio preference optimization (ORPO).
 
         NLL - beta * log sigma(log odds_c - log odds_r)
 
-    with odds = p / (1 - p), and log p the mean log-probability of a sequence's tokens; one closer to 0 than
-    1e-7 counts as -1e-7.
+    NLL is the mean negative log-likelihood of the tokens of the chosen sequences, and odds = p / (1 - p),
+    where log p is the mean log-probability of the tokens of the chosen sequence c or of the rejected sequence
+    r. log p is clamped to at most -1e-7.
 
     Args:
         beta: weight of the odds ratio (lambda in the paper).
 
     Inputs:
         hidden, weight, targets, **arguments: as in `DPOLoss`, without a reference.
-        nll_targets: the labels of the NLL, in targets' shape, where they are more than the completion (TRL's
-            ORPO counts the prompt as well). On the completions of the chosen sequences they must equal the
-            targets; labels of rejected sequences are ignored. It excludes `mask`.
-        num_items: the number of pairs. The NLL is a mean over the chosen tokens of the call.
+        nll_targets: labels of the NLL, in targets' shape, if the NLL includes more tokens than the
+            completions (in TRL's ORPO, it includes the prompts). For the completions of the chosen sequences,
+            they must equal the targets. Labels of rejected sequences are ignored. Cannot be combined with
+            `mask`.
+        num_items: the number of pairs by which the odds-ratio term divides. The NLL is always the mean over
+            its tokens in the call.
 
-    Metrics: those of `DPOLoss` (`logps/*` are means), log_odds_ratio and log_odds_chosen.
+    Metrics: the metrics of `DPOLoss` (with means in `logps/*`), log_odds_ratio and log_odds_chosen.
 
     Reference: Hong et al., 2024, https://arxiv.org/abs/2403.07691.
 
@@ -106,24 +109,24 @@ class ORPOLoss(UnreferencedLoss):
         if nll_targets is None:
             return
         if call.mask is not None:
-            remedy = "set what does not count to ignore_index in targets and nll_targets"
-            raise value_error("mask", "None beside nll_targets", "a tensor", remedy)
+            remedy = "set unsupervised positions to ignore_index in targets and nll_targets"
+            raise value_error("mask", "None with nll_targets", "a tensor", remedy)
         targets = call.targets.long()
         nll_targets = nll_targets.long()
         if nll_targets.shape != targets.shape:
             expected = f"targets' shape {tuple(targets.shape)}"
-            remedy = "give a label or ignore_index per token"
+            remedy = "pass a label or ignore_index per token"
             raise value_error("nll_targets", expected, tuple(nll_targets.shape), remedy)
         chosen = _of_chosen(targets, call.cu_seqlens)
         completion = targets != self.ignore_index
         call.inputs["completion"] = completion
         call.inputs["contradicting"] = _contradicting(targets, nll_targets, chosen, self.ignore_index)
-        # Rejected sequences have no NLL, so that their prompts need no logits.
+        # Rejected sequences have no NLL. Therefore the rows of their prompts need not be projected.
         more = torch.where(chosen, nll_targets, self.ignore_index)
         call.targets = torch.where(completion, targets, more)
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        """The fault of NLL labels that differ from the completion's targets."""
+        """The check that `nll_targets` equal the targets in the chosen completions."""
         count = inputs["contradicting"]
         remedy = "pass the labels of prompt and completion together"
         if count is None:
@@ -133,14 +136,14 @@ class ORPOLoss(UnreferencedLoss):
 
 
 def _of_chosen(targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Whether a token is of a chosen sequence: bool, in targets' shape or a shape that broadcasts to it."""
+    """Whether each token belongs to a chosen sequence: bool, broadcastable to the shape of the targets."""
     half = targets.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
     chosen = torch.arange(targets.shape[0], device=targets.device) < half
     return chosen.view(-1, *[1] * (targets.dim() - 1))
 
 
 def _contradicting(targets: Tensor, nll_targets: Tensor, chosen: Tensor, ignore_index: int) -> Tensor:
-    """() int64: number of tokens of the chosen completions whose label in `nll_targets` differs."""
+    """() int64 number of tokens of chosen completions whose labels in `targets` and `nll_targets` differ."""
     return (chosen & (targets != ignore_index) & (nll_targets != targets)).sum()
 
 
@@ -152,30 +155,34 @@ CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
     "simpo": lambda loss, delta: smoothed(loss.beta * delta - loss.simpo_gamma, loss.label_smoothing),
 }
 
-# Losses that TRL computes from means over the tokens of a sequence; the others take sums.
+# Loss types that TRL computes from means over the tokens of a sequence; the other types use sums.
 CPO_AVERAGED = {"ipo", "simpo"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CPOLoss(UnreferencedLoss):
-    """Contrastive preference optimization: a preference loss without a reference, and the chosen tokens' NLL.
+    """Contrastive preference optimization (CPO): a preference loss without a reference model.
 
         loss(log p_c - log p_r) + cpo_alpha * NLL
+
+    p_c and p_r are the probabilities of the chosen and of the rejected sequence. NLL is the mean negative
+    log-likelihood of the chosen tokens.
 
     Args:
         beta: scale of the difference.
         loss_type: "sigmoid", "hinge", "ipo" or "simpo".
-        average_logps: divide the log-probability of a sequence by its length. None is TRL's choice: True for
-            ipo and simpo, False for sigmoid and hinge. The metrics `logps/*` and `rewards/*` follow.
-        label_smoothing: share of flipped labels, for "sigmoid" and "simpo".
+        average_logps: divide the log-probability of each sequence by its length. None is TRL's choice: True
+            for ipo and simpo, False for sigmoid and hinge. The metrics `logps/*` and `rewards/*` are then
+            means as well.
+        label_smoothing: assumed fraction of flipped labels, for "sigmoid" and "simpo".
         cpo_alpha: weight of the NLL.
         simpo_gamma: target margin of "simpo".
-        alpha: AlphaPO's reward (1 - p^-alpha) / alpha in place of log p; 0 for log p.
+        alpha: alpha of AlphaPO, whose reward (1 - p^-alpha) / alpha replaces log p. 0: use log p.
 
     Inputs:
         hidden, weight, targets, **arguments: as in `DPOLoss`, without a reference.
 
-    Metrics: those of `DPOLoss`.
+    Metrics: the metrics of `DPOLoss`.
 
     References: Xu et al., 2024, https://arxiv.org/abs/2401.08417; SimPO, Meng et al., 2024,
     https://arxiv.org/abs/2405.14734; AlphaPO, Gupta et al., 2025, https://arxiv.org/abs/2501.03884.
@@ -222,7 +229,11 @@ class CPOLoss(UnreferencedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SimPOLoss(UnreferencedLoss):
-    """Simple preference optimization: -log sigma(beta * (mean log p_c - mean log p_r) - gamma).
+    """Simple preference optimization (SimPO), without a reference model.
+
+        -log sigma(beta * (mean log p_c - mean log p_r) - gamma)
+
+    The means are over the tokens of the chosen sequence c and of the rejected sequence r.
 
     Args:
         beta: scale of the difference of mean log-probabilities.
@@ -231,7 +242,7 @@ class SimPOLoss(UnreferencedLoss):
     Inputs:
         hidden, weight, targets, **arguments: as in `DPOLoss`, without a reference.
 
-    Metrics: those of `DPOLoss`; `logps/*` are means.
+    Metrics: the metrics of `DPOLoss`, with means in `logps/*`.
 
     Reference: Meng et al., 2024, https://arxiv.org/abs/2405.14734.
 
@@ -249,7 +260,7 @@ class SimPOLoss(UnreferencedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta <= 0:
-            raise value_error("beta", "a positive number", self.beta, "the paper's are 2.0 to 2.5")
+            raise value_error("beta", "a positive number", self.beta, "the paper uses 2.0 to 2.5")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         chosen, rejected = (batch.sum_by_sequence(stats.logps) / batch.lengths.clamp(min=1)).chunk(2)

@@ -1,4 +1,4 @@
-"""Base of the losses with a reference model: the reference's head and log-probabilities."""
+"""Base class of losses with a reference model: its head and log-probabilities."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ from logitless.losses.declarations import cached_loss
 from logitless.losses.logprobs import TokenStatistics
 from logitless.parallel.groups import check_alike
 
-# Arguments of a reference that is given as hidden states and head.
+# Arguments of a reference that is passed as hidden states and head.
 MODEL = ("ref_hidden", "ref_weight", "ref_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedStatistics(TokenStatistics):
-    """Statistics of a second pass without gradients; its boundaries, if any, are KTO's `kl_cu_seqlens`."""
+    """Statistics of an additional pass without gradients. In KTO, its boundaries are `kl_cu_seqlens`."""
 
     boundaries_argument: ClassVar = "kl_cu_seqlens"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLoss(TokenLoss):
-    """A loss with a reference model, given as log-probabilities or as hidden states and head.
+    """Base class of losses with a reference model, passed as log-probabilities or as hidden states and head.
 
     Args:
-        ref_softcap: `softcap` of the reference's head; "same" as the trained one's.
-        ref_logit_scale: `logit_scale` of the reference's head; "same" as the trained one's.
+        ref_softcap: `softcap` of the reference's head. "same": that of the trained head.
+        ref_logit_scale: `logit_scale` of the reference's head. "same": that of the trained head.
     """
 
     ref_softcap: float | Literal["same"] | None = "same"
@@ -44,7 +44,7 @@ class ComparedLoss(TokenLoss):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the options of the loss require a reference."""
+        """Whether the options of the loss require a reference model."""
         return True
 
     @property
@@ -54,8 +54,11 @@ class ComparedLoss(TokenLoss):
         return LogitTransform(softcap, scale, self.temperature)
 
     def prepare(self, call: CallArguments) -> None:
-        """Check the reference. An unreduced loss has the policy's statistics alone: it gets the reference's
-        log-probabilities in the place of its head."""
+        """Check the reference.
+
+        With reduction="none", compute the reference's log-probabilities, because an unreduced loss only gets
+        statistics of the trained head.
+        """
         self._check_one_reference(call.inputs)
         hidden, weight, bias = (call.inputs.get(name) for name in MODEL)
         if hidden is not None:
@@ -66,13 +69,13 @@ class ComparedLoss(TokenLoss):
             if call.shift:
                 targets = shifted(targets, self.ignore_index, cu_seqlens=call.cu_seqlens)
             logps = self.detached_logps(hidden, weight, bias, targets, self.ref_head, kept=call.kept)
-            # At the positions of the unshifted labels, as the call shifts both.
+            # Align them with the unshifted labels, because the call shifts both.
             call.inputs["ref_logps"] = logps.roll(1, -1) if call.shift else logps
             for name in MODEL:
                 call.inputs.pop(name, None)
 
     def _check_one_reference(self, inputs: Mapping[str, Tensor | None]) -> None:
-        """Raise unless there is one reference, or none if the loss needs none."""
+        """Raise ValueError unless there is one reference, or none if the loss does not need one."""
         names = [name for name in ("ref_logps", *MODEL) if inputs.get(name) is not None]
         got = " and ".join(names) or "neither"
         name = type(self).__name__
@@ -99,9 +102,9 @@ class ComparedLoss(TokenLoss):
         kl_cu_seqlens: Tensor | None = None,
         kept: AlignedMask | None = None,
     ) -> Tensor:
-        """Log-probabilities of the targets, in their shape, from a pass without gradients.
+        """Compute the log-probabilities of the targets, in targets' shape, in a pass without gradients.
 
-        The boundaries are only checked: the targets and the sets of `kept` are shifted already.
+        `targets` and the sets of `kept` are already shifted. `kl_cu_seqlens` is only checked.
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
@@ -131,7 +134,7 @@ def check_reference(
             "ref_weight",
             f"shape ({V}, {H})",
             tuple(ref_weight.shape),
-            "the reference scores the same token ids, from its own hidden states",
+            "the reference has the same vocabulary, and the hidden size of ref_hidden",
         )
     if loss.tp_group is not None:
         check_alike("ref_weight", ref_weight, weight)
@@ -140,9 +143,9 @@ def check_reference(
             "ref_hidden",
             f"shape {tuple(targets.shape)} + (H,)",
             tuple(ref_hidden.shape),
-            "give one row per target",
+            "pass one row per target",
         )
     if ref_bias is not None:
         got = tuple(ref_bias.shape)
         if got != (V,):
-            raise value_error("ref_bias", f"shape ({V},)", got, "give one entry per token id")
+            raise value_error("ref_bias", f"shape ({V},)", got, "pass one entry per token id")

@@ -19,16 +19,17 @@ from logitless.losses.policy import ClippedLoss, PolicyLoss
 
 @dataclass(frozen=True, kw_only=True)
 class RLOOLoss(ClippedLoss):
-    """REINFORCE leave-one-out, with a clipped ratio of whole sequences: r = exp(sum logp - sum old_logp).
+    """REINFORCE leave-one-out (RLOO), with a clipped ratio per sequence.
 
-        mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) over the sequences
+        mean over the sequences of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
 
-    A KL to a reference is part of the reward.
+    r = exp(sum logp - sum old_logp), with sums over the tokens of a sequence. The loss has no KL term:
+    include a KL to a reference model in the rewards.
 
     Inputs:
         hidden, weight, targets, sampling_mask, **arguments: as in `GRPOLoss`.
         advantages: (B,).
-        old_logps: like targets, or (B,) for the sums of the sequences; None for on-policy data.
+        old_logps: per token in targets' shape, or (B,) sums per sequence; None for on-policy data.
         num_items: the number of sequences.
 
     Metrics: entropy, importance_ratio, clip_ratio/*.
@@ -42,7 +43,7 @@ class RLOOLoss(ClippedLoss):
         0.5
     """
 
-    # Read by `clipped`; RLOO has no other upper bound of the ratio than the clip range.
+    # `clipped` reads this option of GRPO. In RLOO, only the clip range bounds the ratio.
     delta: ClassVar = None
 
     scope: ClassVar = "group"
@@ -90,7 +91,7 @@ class RLOOLoss(ClippedLoss):
                 "advantages",
                 f"shape ({layout.sequences},), one per sequence",
                 tuple(advantages.shape),
-                "rewards are of sequences",
+                "pass one advantage per sequence",
             )
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:
@@ -103,11 +104,13 @@ class RLOOLoss(ClippedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class REINFORCELoss(PolicyLoss):
-    """The policy gradient's own loss: mean of -A logp over the tokens, A the advantages less their baseline.
+    """REINFORCE: mean over the tokens of -A logp.
+
+    The advantages A are rewards minus a baseline, which the caller computes.
 
     Inputs:
         hidden, weight, targets, sampling_mask, **arguments: as in `GRPOLoss`.
-        advantages: (B,), or like targets.
+        advantages: (B,) per sequence, or per token in targets' shape.
         num_items: the number of tokens.
 
     Metrics: entropy.

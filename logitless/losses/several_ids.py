@@ -1,4 +1,4 @@
-"""Log-probabilities of several ids per token: of given ids, or of the k ids with the largest logits."""
+"""Log-probabilities of several ids per token: ids that are passed, or the k ids with the largest logits."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Unpack
@@ -21,13 +21,15 @@ from logitless.losses.linear import LinearLoss
 
 
 class TopkLogprobs(NamedTuple):
-    """The result of `linear_topk`: the k best ids of each position, best first; 0 where masked.
+    """The result of `linear_topk`: the k ids with the largest logits of each position, in descending order.
+
+    All tensors are 0 at masked positions.
 
     Attributes:
         logps: (..., k) log-probabilities, fp32.
         ids: (..., k) int64 token ids.
-        entropy: (...) of the whole distribution, in nats, fp32.
-        lse: (...) the log-sum-exp of the logits, fp32.
+        entropy: (...) entropy over the whole vocabulary, in nats, fp32.
+        lse: (...) log-sum-exp of the logits, fp32.
     """
 
     logps: Tensor
@@ -38,7 +40,7 @@ class TopkLogprobs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class IdsStatistics(LinearLoss):
-    """The statistics of ids (..., k) that `IdsObjective` computes, for ordinary autograd."""
+    """The statistics of ids (..., k) that `IdsObjective` computes, as tensors for autograd."""
 
     entropy: bool | str = False
 
@@ -60,7 +62,7 @@ class IdsStatistics(LinearLoss):
         return inputs["ids"].shape[-1]
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        """As a loss, the sum of the log-probabilities."""
+        """The loss of a token is the sum of the log-probabilities of its ids."""
         return {"logps": Term(stats.logps.sum(-1))}, {}
 
     def statistics(
@@ -72,7 +74,11 @@ class IdsStatistics(LinearLoss):
         ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
-        """({name: (..., k) or (...)}, plan); `targets` (...) says which positions count."""
+        """Return (statistics by name, plan).
+
+        Statistics have shape (..., k) or (...). A position is computed unless its entry in `targets` (...) is
+        `ignore_index`.
+        """
         arguments = {"bias": bias, "cu_seqlens": cu_seqlens}
         call = self.bind(hidden, weight, targets, arguments, {"ids": ids})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
@@ -82,7 +88,7 @@ class IdsStatistics(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class TopkStatistics(IdsStatistics):
-    """The k best ids and their statistics, which `TopkObjective` computes; without gradients."""
+    """The k ids with the largest logits and their statistics, without gradients (`TopkObjective`)."""
 
     k: int = 1
     unmasked: bool = False
@@ -95,7 +101,7 @@ class TopkStatistics(IdsStatistics):
 
 
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
-    """`supervised_where`, with an error of `linear_topk`."""
+    """`supervised_where`, with an error message for `linear_topk`."""
     if mask is None:
         return supervised_where(None, shape, ignore_index, device)
     if mask.shape != shape:
@@ -115,7 +121,7 @@ def check_ids(ids: Tensor, hidden: Tensor) -> None:
             "targets",
             f"shape {tuple(hidden.shape[:-1])} + (k,) with k >= 1",
             tuple(ids.shape),
-            "give every position the same number of ids",
+            "pass the same number of ids for every position",
         )
 
 
@@ -129,12 +135,12 @@ def logprobs_of_ids(
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Plan | None]:
-    """(statistics by name, plan) of `linear_logprobs` for ids (..., k)."""
+    """Return (statistics by name, plan) for `linear_logprobs` with ids (..., k)."""
     check_ids(ids, hidden)
     ids = ids.long()
     if shift:
         if hidden.dim() <= 1:
-            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next one")
+            raise value_error("shift", "False for hidden (H,)", True, "a single token has no next token")
         loss.check_call((), cu_seqlens=cu_seqlens)
         if cu_seqlens is not None:
             cu_seqlens = checked_boundaries(cu_seqlens, ids)
@@ -167,26 +173,28 @@ def linear_topk(
     mask: Tensor | None = None,
     **head: Unpack[HeadOptions],
 ) -> TopkLogprobs:
-    """The k largest of log softmax(hidden @ weight.T) and their ids, one chunk of logits at a time.
+    """Compute the k largest of log softmax(hidden @ weight.T) and their ids, one chunk of logits at a time.
 
-    One product, no gradient. Of equal logits the lowest id comes first. The default `logits_dtype` is fp32,
-    as most tokens have ties at the k-th logit if logits are rounded to bf16.
+    The result has no gradient, and takes one product. Among equal logits, the lowest id comes first. The
+    default `logits_dtype` is fp32, because for most tokens several logits would equal the k-th logit after
+    rounding to bf16.
 
     Args:
         hidden: (..., H).
         weight: (V, H), or the LM head itself, as in every loss.
-        k: how many ids, at most V.
+        k: number of ids per position, at most V.
         bias: (V,).
-        mask: (...), on for the positions to compute; the others are not projected, and get zeros.
+        mask: (...), True (1) for the positions to compute. All other positions are not projected, and get
+            zeros.
         **head: softcap, logit_scale, temperature, logits_budget, logits_dtype, compact, tp_group, as in every
             loss.
 
     Returns:
-        A `TopkLogprobs` (logps, ids, entropy, lse), the first two (..., k), the others (...).
+        A `TopkLogprobs` (logps, ids, entropy, lse): logps and ids (..., k), entropy and lse (...).
 
     Raises:
-        ValueError: shapes or options that do not fit together; k above V, or below 1.
-        TypeError: an unknown option, or an argument of another type.
+        ValueError: shapes or options do not match, or k is below 1 or above V.
+        TypeError: an option is unknown, or an argument has the wrong type.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 8), torch.randn(32, 8)
@@ -196,9 +204,9 @@ def linear_topk(
     """
     check_options(head, OPTIONS, ("bias", "mask"))
     if not isinstance(k, int) or isinstance(k, bool):
-        raise type_error("k", "a whole number", repr(k), "say how many ids")
+        raise type_error("k", "a whole number", repr(k), "pass a number of token ids")
     if k < 1:
-        raise value_error("k", "at least 1", k, "say how many ids")
+        raise value_error("k", "at least 1", k, "pass a number of token ids")
     if not isinstance(hidden, Tensor):
         raise type_error(
             "hidden",

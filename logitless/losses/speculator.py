@@ -1,4 +1,5 @@
-"""Losses of speculative-decoding drafts: the distributions of several steps against a verifier's."""
+"""Losses of draft models for speculative decoding: the draft's distributions of several steps, compared with
+a verifier's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -31,64 +32,77 @@ SOFTMAXES = ("full", "draft")
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculatorLoss(LogitsLoss):
-    """A draft's distributions q of S steps against a verifier's p, each step one token further ahead.
+    """Loss of a draft model for speculative decoding: its distributions q in S steps, compared with a
+    verifier's p.
 
-        sum_k coefficient_k * mean over its pairs of (hard_loss_weight * CE + (1 - hard_loss_weight) * soft)
+        sum_k coefficient_k * mean over the pairs of step k of (hard_loss_weight * CE + (1 - hard_loss_weight)
+        * soft)
 
-        forward_kl          KL(p'||q), p' the verifier's softmax over the draft's ids
+    Every step predicts one token further ahead. `soft` is one of these divergences, where p' is the softmax
+    of the verifier's logits of the draft's ids:
+
+        forward_kl          KL(p'||q)
         reverse_kl          KL(q||p')
         jsd                 beta KL(p'||m) + (1 - beta) KL(q||m), m = beta p' + (1 - beta) q
         total_variation     1 - alpha, alpha = sum min(p, q): the acceptance rate of speculative sampling
         neg_log_acceptance  -log max(alpha, 1e-5)
-        lk_hybrid           lam KL(p'||q) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha), a constant
+        lk_hybrid           lam KL(p'||q) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha), detached
 
-    A pair is row i of step k and the verifier's row i + offset + k, which predicts token i + offset + k + 1.
+    A pair consists of the draft's row i of step k and the verifier's row i + offset + k, which predicts token
+    i + offset + k + 1.
 
     Args:
-        divergence: one of these.
-        beta: mixture of "jsd", in [0, 1].
-        lk_eta: how fast "lk_hybrid" leaves the KL as alpha grows, at least 0.
-        hard_loss_weight: weight of the cross-entropy, in [0, 1], at temperature 1. The labels are `targets`
-            or, without them, the verifier's best ids. A label that is no id of the draft costs nothing.
-        coefficients: one per step; default `decay ** k`. A step of 0 is not projected, and ends the chains.
+        divergence: the name of the divergence.
+        beta: weight of p' in the mixture of "jsd", in [0, 1].
+        lk_eta: rate at which the weight of the KL in "lk_hybrid" decreases with alpha, at least 0.
+        hard_loss_weight: weight of the cross-entropy, in [0, 1]. The cross-entropy uses temperature 1. Its
+            labels are `targets` or, without targets, the verifier's most probable ids. If the draft does not
+            have the id of a label, the cross-entropy of the pair is 0.
+        coefficients: one weight per step; default `decay ** k`. A step with coefficient 0 is not projected,
+            and the chains of pairs end before it.
         decay: factor between consecutive default coefficients, above 0; 0.8 in EAGLE-3.
-        offset: 1 if the draft's row i has seen hidden state i and token i + 1 (EAGLE, MTP modules); 0 if row
-            i predicts the token after position i (blocks, or data that are shifted already).
-        teacher_softmax: the ids over which p of alpha and the verifier's best id are taken. "full": all ids
-            of the verifier. "draft": the draft's ids alone; then only their rows of the verifier's head are
-            multiplied.
-        drop_outside: pairs whose verifier prefers an id that the draft lacks cost and train nothing, as in
-            EAGLE-3. They stay in the count and in the metrics. Needs teacher_softmax="full".
+        offset: 1 if the draft's row i was computed from hidden state i and token i + 1 (EAGLE, MTP modules);
+            0 if row i predicts the token after position i (blocks, or data that are already shifted).
+        teacher_softmax: the ids over which p (in alpha) is normalized and from which the verifier's most
+            probable id is chosen. "full": all ids of the verifier. "draft": only the draft's ids; then only
+            their rows of the verifier's head are multiplied.
+        drop_outside: set the loss of a pair to 0 if the draft does not have the verifier's most probable id,
+            as in EAGLE-3. The pair still counts in the mean and in the metrics. Requires
+            teacher_softmax="full".
         teacher_softcap: `softcap` of the verifier's head.
         teacher_logit_scale: `logit_scale` of the verifier's head.
 
     Inputs:
-        hidden: a sequence of S tensors (B, T, H), one per step; or (N, H) with `cu_seqlens` (sequences + 1,).
-        weight: (D, H), or the draft's head itself.
-        targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels in the verifier's ids, as with
-            `shift=True` in other losses; or None.
+        hiddens: a sequence of S tensors (B, T, H), one per step; or (N, H) with `cu_seqlens` (sequences +
+            1,).
+        weight: (D, H), or the draft's LM head itself.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels (as with `shift=True` in other
+            losses) in the verifier's vocabulary; or None.
         teacher_hidden: (B, T, H'), hidden states of the verifier. The verifier's tensors get no gradient.
-        teacher_weight: (V, H'), the verifier's head.
-        teacher_bias: (V,), the bias of that head.
-        draft_ids: (D,), the verifier's id of each row of `weight`; required if the heads differ in size.
-            Refused with `tp_group`, with which each rank passes the same rows of both heads.
+        teacher_weight: (V, H'), the weight of the verifier's head.
+        teacher_bias: (V,), the bias of the verifier's head.
+        draft_ids: (D,) int64, the verifier's id for each row of `weight`. Required if the heads differ in
+            size. Refused with `tp_group`: there, each rank passes the same rows of both heads.
         bias: (D,).
-        mask: (B, T), like targets; where it is off, the token is not predicted.
-        starts: (B, A) int64, for blocks, whose hidden states are (B, A, H): the positions of the rows of step
-            0, -1 for none, each position at most once. Row a of step k has position starts[a] + k.
-        num_items: replaces the number of pairs of every step.
+        mask: (B, T), same shape as targets. Tokens with mask 0 (False) are not predicted.
+        starts: (B, A) int64, for blocks with hidden states (B, A, H): the position of each row of step 0, or
+            -1 for an unused row. Each position may occur once. Row a of step k has position starts[a] + k.
+        num_items: the divisor of the mean of every step; default the number of pairs of the step.
 
-    A pair counts if the token that the verifier's row predicts is in the document of row i of step 0, and
-    that token's mask is on (and its label is not `ignore_index`). Nothing is predicted across documents. The
-    pairs of row i are a chain.
+    A pair counts if the token that the verifier's row predicts is in the same sequence as row i of step 0,
+    and is
+    supervised: its mask is not 0, and its label is not `ignore_index`. The pairs of row i in all steps form a
+        chain.
 
-    reduction="none" gives (S, B, T) losses, times the coefficients, 0 where no pair counts.
+    With reduction="none", the loss has shape (S, B, T). The values are multiplied by the coefficients, and
+    are 0 for pairs that do not count.
 
-    Metrics: step_{k}/loss, step_{k}/acceptance (alpha), step_{k}/agreement (of the best ids) and
-    step_{k}/conditional_agreement (where all earlier steps agreed); accepted_length, the mean number of
-    tokens per verifier pass of greedy decoding, and expected_length, that of sampling; both count the
-    verifier's own token. The metrics are of teacher-forced drafts: on text that the verifier did not
-    generate, decoding accepts another number.
+    Metrics: step_{k}/loss; step_{k}/acceptance (alpha); step_{k}/agreement (whether draft and verifier have
+        the same
+    most probable id); step_{k}/conditional_agreement (the agreement of the pairs whose earlier steps all
+    agreed); accepted_length and expected_length, the mean number of tokens per verifier pass in greedy
+    decoding and in sampling, including the verifier's token. The metrics describe teacher-forced drafts. On
+    text that the verifier did not generate, the number of accepted tokens in decoding differs.
 
     References: Li et al. (EAGLE-3), 2025, https://arxiv.org/abs/2503.01840; Leviathan et al., 2023,
     https://arxiv.org/abs/2211.17192; Samarin et al. (LK losses), 2026, https://arxiv.org/abs/2602.23881.
@@ -136,12 +150,14 @@ class SpeculatorLoss(LogitsLoss):
         check_choice("teacher_softmax", self.teacher_softmax, SOFTMAXES)
         for name in ("beta", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
+                raise value_error(
+                    name, "a number in [0, 1]", getattr(self, name), "it is a weight in a mixture"
+                )
         for name in ("lk_eta", "offset"):
             if getattr(self, name) < 0:
                 raise value_error(name, "at least 0", getattr(self, name), "leave it out")
         if self.decay <= 0:
-            raise value_error("decay", "a number above 0", self.decay, "use coefficients for others")
+            raise value_error("decay", "a number above 0", self.decay, "pass coefficients for other weights")
         if self.coefficients is not None and not any(self.coefficients):
             raise value_error("coefficients", "one that is not 0", self.coefficients, "a loss needs a step")
         if self.drop_outside and self.teacher_softmax != "full":
@@ -149,14 +165,14 @@ class SpeculatorLoss(LogitsLoss):
                 "drop_outside",
                 "False with teacher_softmax='draft'",
                 True,
-                "take teacher_softmax='full', which knows the ids that the draft lacks",
+                "set teacher_softmax='full', which normalizes over the verifier's whole vocabulary",
             )
         if not self.compact:
             raise value_error(
                 "compact",
                 "True for SpeculatorLoss",
                 False,
-                "the host reads which rows of the verifier a chunk needs",
+                "the host must read which rows of the verifier a chunk needs",
             )
 
     @property
@@ -205,7 +221,7 @@ class SpeculatorLoss(LogitsLoss):
     def _metrics(
         self, batch: Batch, values: Tensor, acceptance: Tensor, agreement: Tensor
     ) -> dict[str, Term]:
-        """The metrics of all chains, from the values of the pairs that count."""
+        """The metrics of all chains, given the values of the pairs that count."""
         counted = batch.counted.reshape(-1)
         pair_values = {"values": values, "acceptance": acceptance, "agreement": agreement}
         pair_values = {
@@ -287,14 +303,14 @@ class SpeculatorLoss(LogitsLoss):
         return out._replace(loss=torch.stack([values.get(k, nothing) for k in range(len(hiddens))]))
 
     def _of_steps(self, steps: int) -> "SpeculatorLoss":
-        """The loss with its coefficients, one per step."""
+        """Return the loss with explicit coefficients, one per step."""
         if self.coefficients is not None:
             if len(self.coefficients) != steps:
                 raise value_error(
                     "coefficients",
                     f"{steps} numbers, one per step",
                     len(self.coefficients),
-                    "or leave it None",
+                    "or set it to None",
                 )
             return self
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -304,8 +320,8 @@ class SpeculatorLoss(LogitsLoss):
     def _pair_weights(self, counted: Tensor, num_items: object, dtype: torch.dtype) -> Tensor:
         """(steps * rows,) weights of the pairs in the loss.
 
-        The engine divides the sum over all pairs by their number, or by `num_items`. In a mean over each
-        step's own pairs these weights make up for that.
+        The engine divides the sum over all pairs by their total number, or by `num_items`. The weights
+        correct the divisor to the number of pairs of each step.
         """
         weights = [coefficient for coefficient in self.coefficients if coefficient]
         stat = torch.promote_types(dtype, torch.float32)
@@ -330,8 +346,8 @@ class SpeculatorLoss(LogitsLoss):
             ("cu_seqlens", "non-decreasing boundaries from 0 to the number of tokens", "others", COVER),
             ("starts", "positions in their sequence, or -1", "{count} outside", "pad with -1"),
             ("starts", "each position at most once", "{count} repeated", "pad with -1"),
-            ("draft_ids", f"ids in [0, {V})", "{count} outside", "give the verifier's ids: " + IDS),
-            ("draft_ids", "different ids", "{count} repeated", "give one id per row of weight: " + IDS),
+            ("draft_ids", f"ids in [0, {V})", "{count} outside", "pass the verifier's ids: " + IDS),
+            ("draft_ids", "different ids", "{count} repeated", "pass one id per row of weight: " + IDS),
         )
         problems = (outside, *inputs["problems"].unbind())
         return [Fault(count, *text) for count, text in zip(problems, texts, strict=True)]
@@ -352,7 +368,7 @@ def check_hiddens(hiddens: Sequence[Tensor]) -> None:
     if len(shapes) > 1 or hiddens[0].dim() < 2:
         expected = "tensors of one shape (B, T, H)"
         got = ", ".join(map(str, sorted(shapes)))
-        raise value_error("hiddens", expected, got, "give every step all of its rows")
+        raise value_error("hiddens", expected, got, "pass the same number of rows for every step")
 
 
 def check_verifier(
@@ -362,7 +378,10 @@ def check_verifier(
     rows: torch.Size,
     starts: Tensor | None,
 ) -> None:
-    """Check the verifier; `rows` is the shape of a step's hidden states without H."""
+    """Check the verifier's tensors.
+
+    `rows` is the shape of a step's hidden states without the last dimension.
+    """
     if hidden is None:
         expected = "the verifier's hidden states (B, T, H')"
         raise type_error("teacher_hidden", expected, None, "pass them with teacher_weight")
@@ -370,16 +389,16 @@ def check_verifier(
         if hidden.shape[:-1] != rows:
             expected = f"shape {tuple(rows)} + (H',)"
             got = tuple(hidden.shape)
-            remedy = "give one row per position of hiddens, or say with starts where the rows stand"
+            remedy = "pass `starts`, the position of each row in its sequence"
             raise value_error("teacher_hidden", expected, got, remedy)
     else:
         if starts.shape != rows or starts.is_floating_point() or starts.dtype == torch.bool:
             expected = f"integers of shape {tuple(rows)}"
             got = f"{starts.dtype} {tuple(starts.shape)}"
-            raise value_error("starts", expected, got, "give one position per row of hiddens")
+            raise value_error("starts", expected, got, "pass one position per row of hiddens")
         if hidden.dim() != len(rows) + 1 or hidden.shape[:-2] != rows[:-1]:
             expected = f"shape {(*rows[:-1], 'T', 'H_')}".replace("'", "").replace("H_", "H'")
-            remedy = "give whole sequences"
+            remedy = "pass whole sequences"
             raise value_error("teacher_hidden", expected, tuple(hidden.shape), remedy)
     check_teacher(hidden, weight, bias, hidden.shape[:-1])
 
@@ -405,11 +424,11 @@ def check_sharded(ids: Tensor | None, teacher_weight: Tensor, weight: Tensor) ->
 
 
 class DraftIds(NamedTuple):
-    """The draft's vocabulary."""
+    """The ids of the draft's vocabulary."""
 
-    ids: Tensor | None  # (D,) the verifier's ids; None: the same ids
-    columns: Tensor | None  # (V,) the draft's column of each id, -1 for ids that the draft lacks
-    problems: Tensor  # (2,) number of ids outside the vocabulary, and of repeated ones
+    ids: Tensor | None  # (D,) the verifier's id of each row; None: both vocabularies have the same ids
+    columns: Tensor | None  # (V,) the draft's column for each id of the verifier; -1 for none
+    problems: Tensor  # (2,) number of ids outside the vocabulary, number of duplicate ids
 
     @classmethod
     def of(cls, ids: Tensor | None, V: int, device: torch.device) -> "DraftIds":
@@ -417,7 +436,7 @@ class DraftIds(NamedTuple):
             return cls(None, None, torch.zeros(2, dtype=torch.int64, device=device))
         ids = ids.to(device=device, dtype=torch.int64)
         outside = (ids < 0) | (ids >= V)
-        # Wrong ids are replaced, so that no index is out of bounds before they are reported.
+        # Replace invalid ids, so that no index is out of bounds before the fault is raised.
         ids = torch.where(outside, 0, ids)
         columns = torch.full((V,), -1, dtype=torch.int64, device=device)
         columns = columns.scatter(0, ids, torch.arange(len(ids), device=device))
@@ -426,19 +445,19 @@ class DraftIds(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The pairs of a call, (steps, rows) each."""
+    """The pairs of a call. The first three fields have shape (steps, rows)."""
 
-    counted: Tensor  # bool
-    teacher_rows: Tensor  # row of the verifier, flat
+    counted: Tensor  # bool, whether the pair counts
+    teacher_rows: Tensor  # index of the pair's row in the flattened hidden states of the verifier
     labels: Tensor  # id of the predicted token
-    problems: Tensor  # (4,) counts of wrong mask, boundaries and starts
+    problems: Tensor  # (4,) number of invalid entries in mask, boundaries and starts
 
 
 class Tokens(NamedTuple):
-    """The verifier's tokens, flat."""
+    """The verifier's tokens, flattened."""
 
-    labels: Tensor  # (N,) ids, `ignore_index` where the mask is off
-    length: int  # of a sequence; of all tokens if they are packed
+    labels: Tensor  # (N,) ids; `ignore_index` if the mask is 0
+    length: int  # tokens of a padded sequence; all tokens if the sequences are packed
     boundaries: Tensor | None  # (sequences + 1,) of packed sequences
 
     @classmethod
@@ -455,7 +474,7 @@ class Tokens(NamedTuple):
             if x is not None and x.shape != shape:
                 expected = f"shape {tuple(shape)}"
                 got = tuple(x.shape)
-                raise value_error(name, expected, got, "give one entry per token of teacher_hidden")
+                raise value_error(name, expected, got, "pass one entry per token of teacher_hidden")
         any_id = 0 if loss.ignore_index != 0 else 1
         if targets is None:
             labels = torch.full(shape, any_id, dtype=torch.int64, device=hidden.device)
@@ -469,7 +488,10 @@ class Tokens(NamedTuple):
         return cls(labels.reshape(-1), shape[-1], cu_seqlens)
 
     def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None) -> Pairs:
-        """The pairs of the steps; `starts` are the positions of step 0, default every position."""
+        """Return the pairs of `steps`.
+
+        `starts`: the positions of the rows of step 0; None: every position.
+        """
         N = self.labels.shape[0]
         device = self.labels.device
         problems = self.labels.new_zeros(2)

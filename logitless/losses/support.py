@@ -1,4 +1,4 @@
-"""Distillation over a support: a few ids per token, those that student or teacher rate highest."""
+"""Distillation over a support: the most probable ids of student or teacher for each token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -20,22 +20,22 @@ from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
 
-# The number of sets of k ids per token.
+# Support -> the number of sets of k ids per token.
 SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
 
 
 def check_support(loss: LinearLoss) -> None:
-    """Check the fields of a `DistillationLoss` that concern its support."""
+    """Check the fields of a `DistillationLoss` that define its support."""
     check_choice("support", loss.support, (None, *SUPPORTS))
     k = loss.k
     shared = loss.shared_vocabulary
     for name, value in (("k", k), ("shared_vocabulary", shared)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise type_error(name, "a whole number or None", repr(value), "count token ids")
+            raise type_error(name, "a whole number or None", repr(value), "pass a number of token ids")
         if value is not None and value < 1:
-            raise value_error(name, "at least 1", value, "count token ids")
+            raise value_error(name, "at least 1", value, "pass a number of token ids")
     if loss.support is None and k is not None:
-        raise value_error("k", "None without support", k, "say whose best ids with support=")
+        raise value_error("k", "None without support", k, "set support to 'teacher', 'student' or 'union'")
     if loss.support is not None:
         if loss.divergence not in DIVERGENCES:
             divergences = ", ".join(map(repr, DIVERGENCES))
@@ -44,34 +44,40 @@ def check_support(loss: LinearLoss) -> None:
             )
 
 
-def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
-    """The loss that computes a `DistillationLoss` with support.
+def on_support(loss: LinearLoss, *, teacher_is_topk: bool) -> "SupportDistillation":
+    """Return the `SupportDistillation` that implements `loss`.
 
-    `given`: the teacher is given as k log-probabilities per token, not as hidden states and head.
+    Args:
+        loss: a `DistillationLoss` over a subset of ids per token (`loss.support`).
+        teacher_is_topk: whether the teacher is passed as `teacher_logprobs_topk`.
+
+    Raises:
+        ValueError: `support` or `k` does not fit the teacher.
     """
-    if given:
+    if teacher_is_topk:
         if loss.support != "teacher":
             raise value_error(
                 "support",
-                "'teacher' where the teacher's logits are not given",
+                "'teacher' with teacher_logprobs_topk",
                 repr(loss.support),
                 "pass teacher_hidden and teacher_weight",
             )
         if loss.k is not None:
-            raise value_error(
-                "k", "None with teacher_logprobs_topk", loss.k, "teacher_logprobs_topk has its own"
-            )
+            remedy = "k is the last dimension of teacher_logprobs_topk"
+            raise value_error("k", "None with teacher_logprobs_topk", loss.k, remedy)
     else:
         if loss.k is None:
-            raise value_error("k", "how many ids of each, with support", None, "set it, to 64 for example")
+            raise value_error("k", "a number of token ids, with support", None, "set it, for example to 64")
     return cached_loss(
-        SupportDistillation, **{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given
+        SupportDistillation,
+        **{name: getattr(loss, name) for name in SHARED_FIELDS},
+        teacher_is_topk=teacher_is_topk,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupportDistillation(LinearLoss):
-    """The implementation of `DistillationLoss` with a support; see its fields there."""
+    """The implementation of `DistillationLoss` with a support. `DistillationLoss` documents the fields."""
 
     divergence: str = "jsd"
     beta: float = 0.5
@@ -83,7 +89,7 @@ class SupportDistillation(LinearLoss):
     shared_vocabulary: int | None = None
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
-    given: bool = False
+    teacher_is_topk: bool = False
 
     objective: ClassVar[type] = SupportObjective
     teacher: ClassVar = True
@@ -106,8 +112,8 @@ class SupportDistillation(LinearLoss):
 
     @property
     def cancels(self) -> bool:
-        """Whether the loss is a function of the ids' logits alone: the partition function cancels."""
-        return self.given and self.topk_mode == "renormalize" and not self.hard_loss_weight
+        """Whether the partition function cancels, so that the loss depends only on the logits of the ids."""
+        return self.teacher_is_topk and self.topk_mode == "renormalize" and not self.hard_loss_weight
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -120,10 +126,10 @@ class SupportDistillation(LinearLoss):
 
     def slots(self, inputs: Mapping[str, Tensor | None]) -> int:
         """The number of id slots per token; a slot may be empty."""
-        return inputs["ids"].shape[-1] if self.given else self.k * SUPPORTS[self.support]
+        return inputs["ids"].shape[-1] if self.teacher_is_topk else self.k * SUPPORTS[self.support]
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        # In empty slots both are -inf.
+        # In empty slots, both log-probabilities are -inf.
         student, teacher = (x.clamp(min=MIN_LOGPROB) for x in (stats.logps, stats.teacher_logps))
         if self.topk_mode == "renormalize":
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
@@ -147,7 +153,10 @@ class SupportDistillation(LinearLoss):
     def kernel(
         self, student: Tensor, teacher: Tensor, factors: Tensor, gradient: Tensor | None
     ) -> tuple[dict[str, Term], dict[str, Term]]:
-        """`terms` of logits (n, k), -inf in empty slots; writes their gradient, times the factors (n,)."""
+        """Compute `terms` from logits (n, k), with -inf in empty slots.
+
+        With `gradient`, also write the gradient of the logits, multiplied by `factors` (n,), to it.
+        """
         soft, *_ = kernels.fused_divergence(
             student.clamp(min=MIN_LOGPROB),
             teacher.clamp(min=MIN_LOGPROB),
@@ -166,13 +175,13 @@ class SupportDistillation(LinearLoss):
         return topk_faults(inputs["ids"], inputs["teacher_logps"], V, self.shared_vocabulary)
 
     def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:
-        """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""
-        if not self.given:
+        """(n, slots + 1) log-probabilities of the teacher; the last entry is that of all other ids."""
+        if not self.teacher_is_topk:
             return torch.cat((teacher, stats.teacher_rest.clamp(min=MIN_LOGPROB)[:, None]), -1)
         rest = log_of_others(teacher, batch.teacher_logps.dtype)
-        # If the student has no ids besides these, the teacher's probability of other ids is 0 too.
+        # If the slots contain all ids of the student, the teacher's probability of other ids is 0 as well.
         rest = torch.where(stats.rest[:, None] == -torch.inf, MIN_LOGPROB, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)
 
 
-SHARED_FIELDS = tuple(field.name for field in fields(SupportDistillation) if field.name != "given")
+SHARED_FIELDS = tuple(field.name for field in fields(SupportDistillation) if field.name != "teacher_is_topk")

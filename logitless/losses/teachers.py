@@ -1,4 +1,4 @@
-"""Checks of a teacher's arguments: hidden states and head, or log-probabilities of its k best ids."""
+"""Checks of a teacher's arguments: hidden states and head, or log-probabilities of its top k ids."""
 
 import functools
 
@@ -20,7 +20,7 @@ def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sh
             "teacher_hidden",
             f"shape {tuple(shape)} + (H',)",
             tuple(hidden.shape),
-            "give one row per token of hidden",
+            "pass one row per token of hidden",
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise value_error(
@@ -35,7 +35,7 @@ def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sh
                 "teacher_bias",
                 f"shape ({weight.shape[0]},)",
                 tuple(bias.shape),
-                "give one entry per token id",
+                "pass one entry per token id",
             )
 
 
@@ -45,7 +45,7 @@ def check_topk(values: Tensor, ids: Tensor, shape: torch.Size) -> None:
             "teacher_logprobs_topk",
             f"two tensors {tuple(shape)} + (k,) with k >= 1",
             f"{tuple(values.shape)} and {tuple(ids.shape)}",
-            "give the same k ids to every token",
+            "pass k ids for every token",
         )
     for x, kind, wanted in (
         (ids, not (ids.is_floating_point() or ids.is_complex()), "integer ids"),
@@ -61,13 +61,14 @@ def topk_faults(
     V: int,
     shared: int | None,
 ) -> list[Fault]:
-    """Faults of a teacher's best ids, whose values are checked on the device.
+    """Return the device-side checks of a teacher's top-k ids and log-probabilities.
 
     Args:
-        ids: (N, k) integers; None: no faults.
+        ids: (N, k) integers; None: the teacher is not passed as top-k log-probabilities, and there are no
+            checks.
         values: (N, k) log-probabilities.
         V: size of the vocabulary.
-        shared: number of ids, from 0 on, that student and teacher share; None: all.
+        shared: number of leading ids that both vocabularies share; None: V.
     """
     if ids is None:
         return []
@@ -79,16 +80,17 @@ def topk_faults(
     expected += "" if shared is None else f" and below shared_vocabulary={shared}"
     remedy = "give log-probabilities, normalized over the vocabulary, not logits"
     return [
-        Fault(outside, name, expected, "ids outside", "give ids of the student's vocabulary"),
+        Fault(outside, name, expected, "ids outside", "pass ids of the student's vocabulary"),
         Fault(above, name, "log-probabilities of at most 0", "others", remedy),
     ]
 
 
 @functools.cache
 def warn_of_sizes(student: int, teacher: int) -> None:
-    """Warn that the vocabularies differ in size, once for each pair of sizes."""
+    """Warn that the vocabularies differ in size. The warning is issued once for each pair of sizes."""
     warn(
         f"teacher_weight: the teacher has {teacher} ids and the student {student}; the first "
-        f"{min(student, teacher)} are taken to mean the same. Say how many do with shared_vocabulary=.",
+        f"{min(student, teacher)} ids are assumed to be the same tokens. Pass the number of shared leading "
+        "ids as shared_vocabulary=.",
         UserWarning,
     )

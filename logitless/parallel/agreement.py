@@ -1,7 +1,7 @@
 """LOGITLESS_DEBUG=1: compare a call between the ranks of a group, before its first collective.
 
-The ranks exchange text through the store of the default process group, with a time limit. So a rank that does
-not make the call is named in an error, where a collective would hang.
+The ranks exchange text through the store of the default process group, with a timeout. Therefore an error
+names a rank that does not make the call, whereas a collective would hang.
 """
 
 import itertools
@@ -19,10 +19,10 @@ from logitless.errors import value_error
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Seconds within which every rank must make the same call.
+# Timeout in seconds within which every rank must make the same call.
 PATIENCE = 30.0
 REMEDY = "every rank must make the same calls (compared because of LOGITLESS_DEBUG=1)"
-# Counters of the calls, by the ranks of a group.
+# Ranks of a group -> counter of its calls.
 _CALLS: defaultdict[str, itertools.count] = defaultdict(itertools.count)
 
 
@@ -32,7 +32,10 @@ def debugging() -> bool:
 
 
 def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
-    """The facts of each rank of a group about this call, by rank; ValueError if a rank does not make it."""
+    """Exchange facts about this call in a group, by rank.
+
+    Raises ValueError if a rank does not make the call.
+    """
     store = dist.distributed_c10d._get_default_store()
     members = dist.get_process_group_ranks(group)
     place = f"logitless/{','.join(map(str, members))}"
@@ -49,13 +52,13 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
             got = f"none from rank {member} within {PATIENCE:.0f} s"
             raise value_error(name, expected, got, REMEDY) from None
         reports[member] = json.loads(store.get(key))
-    if number > 1:  # all ranks that made call n - 1 have read the facts of call n - 2
+    if number > 1:  # every rank that made call n - 1 has read the facts of call n - 2
         store.delete_key(f"{place}/{number - 2}/{rank}")
     return reports
 
 
 def expect_alike(name: str, reports: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise unless the facts of all ranks are equal."""
+    """Raise ValueError unless the facts of all ranks are equal."""
     first = next(iter(reports.values()))
     for fact in dict.fromkeys(itertools.chain(*reports.values())):
         values = {rank: facts.get(fact) for rank, facts in reports.items()}
@@ -66,7 +69,7 @@ def expect_alike(name: str, reports: Mapping[int, Mapping[str, object]]) -> None
 
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
-    """Raise if two ranks have the same part of a tensor; a part of None is not compared."""
+    """Raise ValueError if two ranks have the same part of a tensor. A part of None is not compared."""
     rank_of_part: dict = {}
     for rank, part in parts.items():
         got = f"the same numbers on ranks {rank_of_part.get(str(part))} and {rank}"

@@ -1,7 +1,7 @@
 """The collectives of a call: differentiable sums, and tables of integers.
 
-The sums assume that every rank computes the same loss from them. The tables let all ranks raise the fault of
-one rank.
+The sums assume that every rank computes the same loss from them. The tables allow all ranks to raise the
+fault of one rank.
 """
 
 import math
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class GroupSum(torch.autograd.Function):
-    """All-reduce (sum) of each rank's part.
+    """All-reduce (sum). The backward pass is the identity.
 
-    Every rank computes the same loss from the sum, so the gradient of each part is the gradient of the sum.
+    Every rank computes the same loss from the sum, so the gradient of each summand is the gradient of the
+    sum.
     """
 
     @staticmethod
@@ -34,9 +35,9 @@ class GroupSum(torch.autograd.Function):
 
 
 class GroupShared(torch.autograd.Function):
-    """Identity for a tensor that is equal on all ranks; its gradient is summed over the ranks.
+    """Identity for a tensor that is equal on all ranks. The backward pass is an all-reduce (sum).
 
-    Each rank uses the tensor for its own data, so each has a part of the gradient.
+    Each rank uses the tensor only for its shard of the data, so each rank has a part of the gradient.
     """
 
     @staticmethod
@@ -57,8 +58,8 @@ def gather(x: Tensor, group) -> Tensor:
         gathered = x.new_empty(group.size(), *x.shape)
         dist.all_gather_into_tensor(gathered.view(-1), x.reshape(-1), group=group)
         return gathered
-    # Other devices: all-reduce of a tensor that is 0 except in this rank's row. gloo's all_gather copies
-    # tensors in a thread without the dispatch mode of the caller, which fails in torch 2.11.
+    # On other devices, all-reduce a tensor that is 0 except in this rank's row. gloo's all_gather copies
+    # tensors in a thread without the caller's dispatch mode, which fails in torch 2.11.
     gathered = x.new_zeros(group.size(), *x.shape)
     gathered[group.rank()] = x
     dist.all_reduce(gathered, group=group)
@@ -77,7 +78,7 @@ class Peers:
 
     @property
     def place(self) -> int:
-        """The row of this rank in a `table`."""
+        """The index of this rank's row in a `table`."""
         place, before = 0, 1
         for group in self.groups:
             place = place + before * group.rank()

@@ -2,7 +2,7 @@
 
 FSDP2 sums a gradient over its ranks and divides the sum by a factor: the number of ranks, or the argument of
 `set_gradient_divide_factor` (torchtitan sets 1.0 on every module). The factor is private state of FSDP2. Only
-this file reads it, by names that torch 2.11 to 2.15 have; if they are missing, the call is refused.
+this file reads it, from attributes of torch 2.11 to 2.15. If they do not exist, the call is refused.
 """
 
 import sys
@@ -22,7 +22,7 @@ GATHER = (
     "gather it before the call, such as weight.full_tensor(grad_placements=[Partial('sum')]) for a gradient "
     "that is summed over the ranks"
 )
-# Dtypes in which FSDP2 lets the collective divide (ReduceOp.AVG).
+# Dtypes for which the collective of FSDP2 divides (ReduceOp.AVG).
 UNSCALED_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,7 +40,7 @@ class ScaledGradient(torch.autograd.Function):
 
 
 def as_fsdp_reduces(name: str, x: "DTensor") -> "DTensor":
-    """Scale the gradient of a sharded parameter so that its average over the mesh equals FSDP2's gradient."""
+    """Scale the gradient of a sharded parameter, so that its average over the mesh is FSDP2's gradient."""
     if not x.requires_grad or "torch.distributed.fsdp" not in sys.modules:
         return x
     factor = mean_factor(name, x)
@@ -50,7 +50,7 @@ def as_fsdp_reduces(name: str, x: "DTensor") -> "DTensor":
 def mean_factor(name: str, x: "DTensor") -> float:
     """FSDP2's gradient of `x` divided by the average over the ranks; 1 if x is not a parameter of FSDP2.
 
-    A compiled graph keeps the number that was read when it was traced.
+    A compiled graph uses the number that was read when it was traced.
     """
     try:
         factors = {_factor_of(name, group, x.dtype) for group in _groups_of(x)}
@@ -69,7 +69,7 @@ mean_factor._dynamo_marked_constant = True
 
 
 def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
-    """The FSDP2 parameter groups of the parameters that x is, or is computed from."""
+    """The FSDP2 parameter groups of x, or of the parameters from which x is computed."""
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -79,7 +79,7 @@ def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
         state = reference()
         if not isinstance(state, FSDPState):
             continue
-        # One group in torch 2.11, a list of them later.
+        # One group in torch 2.11, a list of groups in later versions.
         several = hasattr(state, "_fsdp_param_groups")
         groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
         for group in groups:
@@ -91,7 +91,7 @@ def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
 
 
 def _parameters_of(x: Tensor) -> Iterator[Tensor]:
-    """The leaves of the autograd graph of x; x itself if it is a leaf."""
+    """Yield the leaves of the autograd graph of x, or x if it is a leaf."""
     if x.grad_fn is None:
         yield x
         return

@@ -18,7 +18,10 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def process_group(name: str, named: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
-    """The process group of `tp_group` or `cp_group`: a group, a 1-d mesh, or a dimension of weight's mesh."""
+    """Resolve `tp_group` or `cp_group` to a process group.
+
+    `named` is a process group, a one-dimensional DeviceMesh, or the name of a dimension of the weight's mesh.
+    """
     if isinstance(named, str):
         mesh = weight.device_mesh if is_dtensor(weight) else None
         names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -54,7 +57,7 @@ TENSOR_PARALLEL = "tp"
 
 
 def split_over_vocabulary(x: object) -> bool:
-    """Whether x is a DTensor whose rows are sharded by tensor parallelism, where ranks share all tokens."""
+    """Whether x is a DTensor whose rows are sharded by tensor parallelism, so that ranks share all tokens."""
     if not is_dtensor(x):
         return False
     names = x.device_mesh.mesh_dim_names or ()
@@ -65,9 +68,9 @@ def split_over_vocabulary(x: object) -> bool:
 
 
 def sharded_like(x: Tensor, other: "DTensor") -> "DTensor":
-    """Shard `x`, which every rank has whole, by rows over the "tp" mesh dimension of `other`.
+    """Shard `x`, which is replicated on all ranks, by rows over the "tp" mesh dimension of `other`.
 
-    The local tensor is a view of this rank's rows; nothing is copied or sent.
+    The local tensor is a view of this rank's rows, without copy or communication.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -78,7 +81,7 @@ def sharded_like(x: Tensor, other: "DTensor") -> "DTensor":
 
 
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
-    """The plain tensor of a parameter: gathered without `tp_group`, with `tp_group` this rank's rows."""
+    """Return a parameter as a plain tensor: gathered without `tp_group`, this rank's rows with `tp_group`."""
     if x is None or type(x) in PLAIN:
         return x
     if is_dtensor(x):
@@ -94,19 +97,20 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
 
 
 def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise unless a teacher's or reference's head is sharded like the trained head, with `tp_group`.
+    """Raise ValueError unless the head of a teacher or reference is sharded like the trained head
+    (`tp_group`).
 
-    Both must be DTensors, whose shape is that of the whole head, or both plain tensors, whose shape is that
-    of this rank's rows. Then the comparison has the same outcome on all ranks.
+    Both must be DTensors, whose shape is that of the whole head, or plain tensors, whose shape is that of
+    this rank's rows. The comparison then has the same result on all ranks.
     """
     kinds = ["a DTensor" if is_dtensor(each) else "a plain tensor" for each in (x, weight)]
     got, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))
     if got != expected:
-        raise value_error(name, f"{expected} with tp_group", got, "shard both heads alike")
+        raise value_error(name, f"{expected} with tp_group", got, "shard both heads in the same way")
 
 
 def whole(x: Tensor) -> Tensor:
-    """A DTensor gathered, another tensor unchanged; not differentiable."""
+    """Gather a DTensor, without gradient; return any other tensor unchanged."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
@@ -118,9 +122,9 @@ def gathered(x: "DTensor") -> Tensor:
 
 
 def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
-    """This rank's rows of a head or its bias, in the shards of `group`.
+    """Return this rank's rows of a head or its bias, which are sharded over `group`.
 
-    Over every other mesh dimension the parameter is gathered, and its gradient is averaged.
+    Over all other mesh dimensions, the parameter is gathered, and its gradient is averaged.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

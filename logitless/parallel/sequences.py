@@ -23,20 +23,22 @@ class WholeSequences:
         return x
 
     def sum_unless_whole(self, x: Tensor, unit: object) -> Tensor:
-        """`sum`, except for values over the units "sequences" and "pairs", which are equal on all ranks."""
+        """`sum`, except that values per sequence or pair, which are equal on all ranks, are unchanged."""
         return x
 
     def shared(self, x: Tensor) -> Tensor:
-        """Identity for values of whole sequences that this rank uses for its tokens: their gradient is summed
-        over the ranks."""
+        """Identity for values of whole sequences that this rank uses for its tokens.
+
+        The gradient is summed over the ranks.
+        """
         return x
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """All-gather (n,) values of tokens; the order of the result is not that of the sequences."""
+        """All-gather (n,) values of tokens. The order of the result is arbitrary."""
         return x
 
     def everywhere(self, conditions: tuple[bool, ...], device: torch.device) -> tuple[bool, ...]:
-        """Which conditions of this rank's host hold on all ranks; a host sync with slices."""
+        """Return which conditions hold on all ranks. With `cp_group`, this is a host sync."""
         return conditions
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
@@ -46,10 +48,11 @@ class WholeSequences:
 
 @dataclass(frozen=True)
 class SlicedSequences(WholeSequences):
-    """Context parallelism: each rank has a slice of every sequence, and computes the loss of whole sequences.
+    """Context parallelism: each rank has a slice of every sequence, and computes the loss of the whole
+    sequences.
 
-    A slice may be any tokens of the sequence. Every rank differentiates the same loss with respect to its own
-    tokens.
+    A slice may contain any tokens of the sequence. Every rank differentiates the same loss with respect to
+    its tokens.
     """
 
     group: "ProcessGroup"
@@ -66,7 +69,7 @@ class SlicedSequences(WholeSequences):
         return GroupShared.apply(x, self.group) if x.requires_grad else x
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        # The host must read the lengths of the slices, which differ: a sync.
+        # The host must read the lengths of the slices, which may differ. This is a host sync.
         sizes = gather(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device), self.group)[
             :, 0
         ].tolist()

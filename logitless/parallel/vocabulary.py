@@ -1,15 +1,15 @@
 """The whole LM head on each rank, or a shard of its rows (vocabulary parallelism, `tp_group`).
 
 With shards, every rank has the same hidden states and targets. Logits are not exchanged. The ranks all-gather
-a few statistics per token, once per chunk, and all-reduce d_hidden. With lse_r and p_r the log-sum-exp and
-the softmax within shard r, and w_r = exp(lse_r - lse) the probability of the whole shard:
+a few statistics per token, once per chunk, and all-reduce d_hidden. Let lse_r and p_r be the log-sum-exp and
+the softmax within shard r, and w_r = exp(lse_r - lse) the probability of the whole shard. Then
 
     lse = log sum_r exp(lse_r)
-    log p(y) = log p_r(y) + log w_r, r the shard of y
+    log p(y) = log p_r(y) + log w_r, where r is the shard of y
     entropy = sum_r w_r (entropy_r - log w_r)
 
-So every rank has the same statistics of all tokens, computes the same loss, and gets the whole d_hidden and
-its own rows of d_weight.
+Therefore every rank has the same statistics of all tokens, computes the same loss, and gets the full d_hidden
+and d_weight of its rows.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ from logitless.parallel.collectives import GroupShared, GroupSum, gather
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# The value of an ignored target among a shard's columns: a loss's `ignore_index` may be a valid column.
+# The value of an ignored target in the columns of a shard. The `ignore_index` of a loss may be a valid
+# column.
 IGNORED = -100
 
 
@@ -44,7 +45,7 @@ class WholeVocabulary:
         return width
 
     def max_shard_rows(self, width: int) -> int:
-        """Rows of the largest shard. All ranks plan for it, so that they have the same chunks."""
+        """Number of rows of the largest shard. All ranks plan for it, so that they have the same chunks."""
         return width
 
     def row_range(self, V: int) -> tuple[int, int]:
@@ -52,7 +53,7 @@ class WholeVocabulary:
         return 0, V
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
-        """(targets as columns of this rank's logits, value of an ignored target among them)."""
+        """Return (targets as columns of this rank's logits, the value of an ignored target in them)."""
         return targets, ignore_index
 
     def local(self, x: Tensor | None) -> Tensor | None:
@@ -60,16 +61,17 @@ class WholeVocabulary:
         return x
 
     def merge_stats(self, stats: TokenBuffers, columns: Tensor) -> None:
-        """Merge a chunk's statistics within each shard into those of the whole vocabulary, in place."""
+        """Merge a chunk's statistics of all shards to those of the whole vocabulary, in place."""
 
     def merge_gradient(
         self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: LogitTransform
     ) -> Tensor:
-        """`merge_stats`, for statistics that `logprob_gradient` computed with a gradient and a row factor.
+        """`merge_stats` for the results of `logprob_gradient`, which also computes a gradient and a row
+        factor.
 
         Args:
             gradient: (C, columns) d logp / d logits within this shard, up to `factor`. Changed in place to
-                that of the whole vocabulary.
+                the gradient in the whole vocabulary.
             columns: (C,) targets, from `columns`.
             stats: (C,) each, changed in place.
             factor: (C,) row factor of `gradient` within this shard.
@@ -88,10 +90,10 @@ class WholeVocabulary:
         """Rows of the head (n, H) for ids (n,) of the whole vocabulary."""
         return weight[ids]
 
-    # For losses of logits, differentiable by plain autograd.
+    # The following methods are for a `LogitsLoss`, and are differentiable by ordinary autograd.
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks: from sums over this rank's columns to sums over the vocabulary."""
+        """Sum over the ranks: sums over this rank's columns -> sums over the whole vocabulary."""
         return x
 
     def log_softmax(self, z: Tensor) -> Tensor:
@@ -103,20 +105,20 @@ class WholeVocabulary:
         return z.norm(dim=-1, keepdim=True)
 
     def argmax(self, z: Tensor) -> Tensor:
-        """(n,) ids of the largest logits; of equal logits the lowest id."""
+        """(n,) ids of the largest logits; among equal logits, the lowest id."""
         return z.argmax(-1)
 
     def locate(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
+        """(n,) ids -> (their columns in this rank's logits, else 0; whether an id is on this rank)."""
         on_rank = (ids >= 0) & (ids < V)
         return torch.where(on_rank, ids, 0), on_rank
 
     def to_local_ids(self, ids: Tensor) -> Tensor:
-        """(n, k) ids -> their columns of this rank's logits; negative for ids that are not on this rank."""
+        """(n, k) ids -> their columns in this rank's logits; negative for ids of other ranks."""
         return ids
 
     def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:
-        """(n, k) logits of the ids on this rank -> logits of the ids on all ranks; -inf in empty slots."""
+        """(n, k) logits of the ids on this rank -> logits of all ids; -inf in empty slots."""
         return z
 
 
@@ -124,7 +126,7 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 
 class Shards(NamedTuple):
-    """The shards of a head on all ranks, which the ranks exchange in a call's one host sync."""
+    """The shards of a head on all ranks, exchanged in the call's one host sync."""
 
     sizes: tuple[int, ...]  # rows of each shard
     fp32_logits: bool  # whether every rank has a kernel for fp32 logits (`HeadCall.fp32_logits`)
@@ -136,17 +138,17 @@ class Shards(NamedTuple):
 
     @staticmethod
     def code(weight: Tensor, *, fp32_logits: bool) -> int:
-        """An integer for this rank's shard (V_r, H): 2 * V_r + fp32_logits."""
+        """Encode this rank's shard (V_r, H) as an integer: 2 * V_r + fp32_logits."""
         return 2 * weight.shape[0] + fp32_logits
 
     @classmethod
     def read(cls, codes: Sequence[int]) -> Self:
-        """The shards, from the codes of all ranks."""
+        """Return the shards, given the codes of all ranks."""
         return cls(tuple(code // 2 for code in codes), all(code % 2 for code in codes))
 
     @classmethod
     def gathered(cls, code: int, group: "ProcessGroup", device: torch.device) -> Self:
-        """The shards, from this rank's code by an all-gather and a host sync."""
+        """Return the shards, given this rank's code, by an all-gather and a host sync."""
         return cls.read(
             gather(torch.full((1,), code, dtype=torch.int64, device=device), group)[:, 0].tolist()
         )
@@ -156,8 +158,8 @@ class Shards(NamedTuple):
 class ShardedVocabulary(WholeVocabulary):
     """Vocabulary parallelism: rank r of the group has `sizes[r]` rows of the head, in the order of the ranks.
 
-    The sizes are exchanged in every call, as a shard may be resized or replaced; the host reads them with the
-    number of supervised tokens.
+    The sizes are exchanged in every call, because a shard may be resized or replaced. The host reads them
+    together with the number of supervised tokens.
     """
 
     group: "ProcessGroup"
@@ -225,8 +227,9 @@ class ShardedVocabulary(WholeVocabulary):
         """(ranks, statistics, C): the statistics of all shards."""
         return self.gathered(torch.stack([x for _, x in stats.items()]))
 
-    # Every rank computes the same loss. So the gradient of a sum over the group is that of each rank's part,
-    # and the gradient of a value that every rank uses for its own logits is summed over the ranks.
+    # Every rank computes the same loss. Therefore the backward of an all-reduce (`GroupSum`) is the identity,
+    # and the backward of a replicated value that each rank uses for its own logits (`GroupShared`) is an
+    # all-reduce.
 
     def reduce(self, x: Tensor) -> Tensor:
         return GroupSum.apply(x, self.group)
@@ -265,7 +268,7 @@ class ShardedVocabulary(WholeVocabulary):
 
 @dataclass(frozen=True)
 class LoneShard(ShardedVocabulary):
-    """A shard without a process group, for measuring memory."""
+    """A shard without a process group, with which the memory of a loss is measured."""
 
     @property
     def rank(self) -> int:

@@ -209,8 +209,8 @@ def test_what_a_value_is_of_is_declared(of):
     loss = own(
         lambda x, batch: ({"own": Term(batch.sum_by_sequence(x), over="tokens", of=of)}, {}), **SEQUENCES
     )()
-    told = pytest.warns(UserWarning, match="^terms: 'own' of Own .* with of= one of 'tokens', 'sequences'")
-    message = f"^terms: expected of= what 'own' of Own has .* got {of!r} with 4 values"
+    told = pytest.warns(UserWarning, match="^terms: 'own' of Own .* Set of= .*, one of 'tokens', 'sequences'")
+    message = f"^terms: expected of= the unit of `values` in 'own' of Own, got {of!r} with 4 values"
     with pytest.raises(ValueError, match=message) if of else told:
         loss(*head(4, 5))
 

@@ -65,6 +65,15 @@ def test_the_stock_loss_and_gradients(name, dtype):
     compare(dtype, LogitlessCrossEntropy(), ChunkedCrossEntropy(chunk_len=5, compile=False), **CALLS[name])
 
 
+def test_accepted_logits_dtypes_give_the_same_loss():
+    """The stock class rounds the product to the head's dtype first, so `logits_dtype` is not passed on."""
+    hidden, weight, labels = operands(torch.bfloat16)
+    for loss_fn in (LogitlessCrossEntropy(), ChunkedCrossEntropy(chunk_len=5, compile=False)):
+        expected = loss_fn(hidden, labels, weight)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert loss_fn(hidden, labels, weight, logits_dtype=dtype) == expected, (loss_fn, dtype)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_other_reductions(reduction):
     stock = ChunkedCrossEntropy(chunk_len=5, compile=False, reduction=reduction)

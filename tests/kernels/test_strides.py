@@ -239,7 +239,7 @@ def test_rows_with_gaps_are_refused(operand):
     stats = statistics(x)
     with pytest.raises(
         ValueError,
-        match=rf"^{operand}: expected rows in one piece \(a last stride of 1\), got strides \(1, 6\); ",
+        match=rf"^{operand}: expected contiguous rows \(a last stride of 1\), got strides \(1, 6\); ",
     ):
         if operand in ("student", "teacher"):
             divergence_of(x | {"logits" if operand == "student" else operand: gaps}, "jsd", write=True)

@@ -231,8 +231,8 @@ REFUSED = [
             (GRPOLoss, "targets"),
         )
     ),
-    (DPOLoss, {"ref_hidden": (BEST,)}, "ref_hidden: expected a tensor, got tuple; pass the hidden states al"),
-    (JSDLoss, {"teacher_hidden": (BEST,)}, "teacher_hidden: expected a tensor, got tuple; pass the hidden s"),
+    (DPOLoss, {"ref_hidden": (BEST,)}, "ref_hidden: expected a tensor, got tuple; pass only the hidden sta"),
+    (JSDLoss, {"teacher_hidden": (BEST,)}, "teacher_hidden: expected a tensor, got tuple; pass only the hi"),
     # Tensors without numbers.
     *(
         (kind, {name: NO_DATA}, f"{name}: expected a tensor with data, got one on the meta device; ")

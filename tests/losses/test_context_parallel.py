@@ -282,7 +282,7 @@ BAD = {
     "local positions": (
         "dpo, ld_alpha",
         lambda rank, length: {"position_ids": torch.arange(length).expand(B, -1)},
-        LOCAL + ".*got some of them twice; count through the sequence",
+        LOCAL + ".*got duplicate positions; pass positions in the whole sequence",
     ),
     "target": (
         "dapo",
@@ -429,7 +429,9 @@ def test_bad_input(monkeypatch):
         ORPOLoss(cp_group=7)(*inputs)
     # Without ranks: the group's name is taken as it is.
     monkeypatch.setattr(LinearLoss, "resolved", lambda loss, weight: loss)
-    with pytest.raises(ValueError, match="position_ids: expected each token's position .*, got None; slice"):
+    with pytest.raises(
+        ValueError, match="position_ids: expected each token's position .*, got None; pass position"
+    ):
         DPOLoss(cp_group="cp", ld_alpha=0.5)(*inputs)
-    with pytest.raises(ValueError, match="position_ids: expected None here, got a tensor; positions follow"):
+    with pytest.raises(ValueError, match="position_ids: expected None unless cp_group and ld_alpha are"):
         DPOLoss(cp_group="cp")(*inputs, position_ids=inputs[2])

@@ -41,7 +41,7 @@ def test_an_input_of_the_name_of_a_keyword():
             return {"loss": Term(-stats.logps * batch.mask)}, {}
 
     with pytest.raises(
-        TypeError, match="^inputs: expected names that no call of a loss has already, got mask"
+        TypeError, match="^inputs: expected names that are not arguments of every loss, got mask"
     ):
         Masked()
 
@@ -111,7 +111,7 @@ def test_two_names_of_the_lower_clip_range(kind):
     assert value(epsilon_low=0.05, epsilon_high=0.3) != value(epsilon_high=0.3)
     assert kind(epsilon_low=0.1).upper == 0.1
     with pytest.raises(
-        ValueError, match="^epsilon_low: expected epsilon itself, or None, got 0.1 beside eps"
+        ValueError, match="^epsilon_low: expected the value of epsilon, or None, got 0.1 with eps"
     ):
         kind(epsilon=0.2, epsilon_low=0.1)
     with pytest.raises(ValueError, match="^epsilon: expected a number >= 0, got -1"):

@@ -50,13 +50,13 @@ def test_masks_of_floats_or_of_another_shape_are_refused(name):
         with pytest.raises(TypeError, match=message) as caught:
             call(name, x, mask)
         assert ("as token_weights" in str(caught.value)) == name.startswith("cross-entropy")
-    with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); give one"):
+    with pytest.raises(ValueError, match=r"^mask: expected targets' shape \(4, 5\), got \(4,\); pass one"):
         call(name, x, torch.ones(len(x.targets), device=DEVICE))
 
 
 def test_a_mask_beside_nll_targets_is_refused():
     x = given(T)
-    with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
+    with pytest.raises(ValueError, match="^mask: expected None with nll_targets"):
         ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
 
 

@@ -279,7 +279,7 @@ def test_refusals():
             SamplingMask(torch.tensor(good).view(-1), torch.tensor([0, 1, 2, 3, 4, 5, 7])))  # fmt: skip
     refused("got others: the first is 1, the last 6",
             SamplingMask(torch.tensor(good).view(-1), torch.tensor([1, 1, 2, 3, 4, 5, 6])))  # fmt: skip
-    refused("sampling_mask: offsets expected for 6 tokens, one set per target, got 5", lists(good[1:]))
+    refused("sampling_mask: expected offsets of 6 tokens, one set per target, got 5", lists(good[1:]))
     refused("sampling_mask: expected a SamplingMask, got list", [good], error=TypeError)
     refused(
         "targets: expected one id per token with sampling_mask", lists(good), targets[:, None].repeat(1, 2)

@@ -116,7 +116,7 @@ MESSAGES = {
     "whole": "weight: expected another part on every rank of tp_group, got the same numbers on ranks 0 and 1",
     "kind": "loss: expected the same on all ranks of cp_group, got GRPOLoss on rank 0, DPOLoss on rank 1",
     "unsliced": "hidden: expected another part .* of cp_group, got the same numbers on ranks 0 and 1; pass",
-    "both": "cp_group: expected another group than tp_group, got the same",
+    "both": "cp_group: expected a process group other than tp_group, got tp_group",
 }
 
 
@@ -145,6 +145,6 @@ def test_rows_out_of_order():
     ):
         _expect_in_order({0: shards[0] | {"rows": 5}, 1: shards[1]})
     with pytest.raises(
-        ValueError, match=r"weight: expected \[9\] rows on all ranks of tp_group together, got 8; "
+        ValueError, match=r"weight: expected \[9\] rows in total on the ranks of tp_group, got 8; "
     ):
         _expect_in_order({0: shards[0], 1: shards[1] | {"rows": 4}})

@@ -147,10 +147,14 @@ def distillation(
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of student and teacher over the teacher's ids, `(..., k)`, or with their tails `(...,
-    k + 1)`.
+    """Return the log-probabilities of student and teacher over the teacher's k ids.
 
-    `student (..., V)` log-probabilities; `values (..., k)`, `ids (..., k)`.
+    Args:
+        student: (..., V) log-probabilities.
+        values: (..., k) log-probabilities of the teacher; -inf marks an empty slot.
+        ids: (..., k) the teacher's ids.
+        mode: "renormalize": both are normalized over these ids, (..., k). "tail": both get one more entry for
+            the remaining probability, (..., k + 1).
     """
     given = values > -math.inf
     rounding = torch.finfo(torch.promote_types(values.dtype, torch.float32)).eps

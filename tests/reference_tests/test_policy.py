@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests import reference
 
-# Every position has the logits (0, log 3). Two sequences, of two tokens and of one: probabilities 3/4, 1/4
-# and 1/4, all 1/2 before.
+# Every position has the logits (0, log 3). There are two sequences, of two tokens and of one. The targets'
+# probabilities are 3/4, 1/4 and 1/4 under the policy, and 1/2 under the old policy.
 WEIGHT = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
 HIDDEN = torch.ones(2, 2, 1, dtype=torch.float64)
 TARGETS = torch.tensor([[1, 0], [0, -100]])
@@ -18,10 +18,10 @@ ADVANTAGES = torch.tensor([1.0, -2.0])
 PER_TOKEN = torch.tensor([[1.0, -1.0], [2.0, 9.0]])
 RATIOS = (1.5, 0.5, 0.5)
 ENTROPY = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
-# exp(d) - d - 1 with a reference that gives 1/2 as well.
+# exp(d) - d - 1 with a reference model under which every target has the probability 1/2.
 KL = (2 / 3 - math.log(2 / 3) - 1, 2 - math.log(2) - 1)
 LP = (math.log(3 / 4), math.log(1 / 4))
-S = math.sqrt(1.5 * 0.5)  # ratio of the first sequence, the second has 0.5
+S = math.sqrt(1.5 * 0.5)  # the ratio of the first sequence; that of the second is 0.5
 
 
 def sigmoid(x: float) -> float:
@@ -40,8 +40,8 @@ def by_hand(loss="grpo", *, hidden=HIDDEN, **options):
 SEQUENCE = {"importance_sampling_level": "sequence"}
 KL_TO = {"beta": 0.1, "ref_logps": OLD}
 OF_TOKENS, OF_SEQUENCES = torch.tensor([[0.5, 2.0], [3.0, 9.0]]), torch.tensor([[0.5], [2.0]])
-# The terms of the tokens: -1.2 (clipped), -0.5; 1.6 (clipped: -2 * 0.8). Of the sequences: the square root of
-# 3/4, not clipped, and 1/2, clipped.
+# Per-token loss terms -min(r A, clip(r) A): -1.2 (r = 1.5 clipped to 1.2), -0.5 (r = 0.5), and 1.6 = 2 * 0.8
+# (r = 0.5 clipped to 0.8). Sequence-level ratios: sqrt(3/4), inside the clip range, and 1/2, clipped to 0.8.
 SUM = -1.2 - 0.5 + 1.6
 GRPO = {
     "the default": ({}, SUM / 3),

@@ -1,4 +1,4 @@
-"""`Objective`: the protocol between the chunk loop and a kind of loss, of statistics or of logits."""
+"""`Objective`: the protocol between the chunk loop and a kind of loss."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol, Self
@@ -24,11 +24,11 @@ class Report(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The memory of an objective in a pass, and its properties that decide the strategy."""
+    """The memory of an objective in a pass, and the properties that determine the strategy."""
 
     row_bytes: int  # bytes per row of logits and temporaries
-    fixed_bytes: int  # bytes of temporaries that do not grow with the rows
-    linear_in_logps: bool  # whether the loss depends on the logits through log p(target) and lse alone
+    fixed_bytes: int  # bytes of temporaries that do not depend on the number of rows
+    linear_in_logps: bool  # whether the loss depends on the logits only through log p(target) and lse
     # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
     rereads: bool
     columns: int = 0  # number of logits that the loss needs per row; 0: all
@@ -36,9 +36,9 @@ class Costs(NamedTuple):
 
 
 class Objective(Protocol):
-    """The loss of one call, as the chunk loop uses it."""
+    """The loss of a call, with the methods that the chunk loop calls."""
 
-    # Names of the per-token statistics that a loss may observe, and of those that it may differentiate.
+    # Names of the per-token statistics that a loss may observe, and that it may differentiate.
     statistics: ClassVar[tuple[str, ...]]
     differentiable: ClassVar[tuple[str, ...]]
 
@@ -48,12 +48,14 @@ class Objective(Protocol):
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether the loss takes fp32 logits in `dtype` if a kernel projects and reads in one launch."""
+        """Whether the loss uses fp32 logits for products in `dtype`, if one kernel projects and reads."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
-        """Compute the reference's or teacher's values, product 1, and the statistics if the step reads.
+        """Project the chunk (product 1: logits = features @ weight.T).
 
-        Sets `chunk.gradient` too, if one kernel computes statistics and gradient.
+        Also computes the reference's log-probabilities or the teacher's logits if the loss needs them, the
+        per-token statistics if `chunk.step.read` is set, and `chunk.gradient` if one kernel computes
+        statistics and gradient.
         """
 
     def evaluate(self, span: Span) -> None:
@@ -63,32 +65,32 @@ class Objective(Protocol):
         """Overwrite the chunk's logits with their gradient."""
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
-        """(C,) each, at most two: the factors per row that the chunk's gradient lacks."""
+        """The row factors (C,), at most two, by which the chunk's gradient must still be multiplied."""
 
     def named_statistics(self) -> dict[str, Tensor]:
-        """The statistics by the names of `statistic_names`: (rows, ...) per token, or 0-d."""
+        """Return the statistics in `statistic_names` by name: (rows, ...) per token, or 0-d."""
 
     def scale_cached_grad(
         self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
     ) -> Tensor:
-        """(n, H) d loss / d hidden of some rows, from the kept d logp / d hidden (strategy cached_grad)."""
+        """(n, H) d loss / d hidden of some rows, given d logp / d hidden (strategy cached_grad)."""
 
     def cached_grad_factor(self) -> Tensor | None:
-        """(rows,) factor from d logp / d hidden to d loss / d hidden; None: call `scale_cached_grad`."""
+        """(rows,) factors from d logp / d hidden to d loss / d hidden; None: use `scale_cached_grad`."""
 
     @classmethod
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
-        """The objective of `Pass.SOLVE`: loss and gradients."""
+        """Return the objective of `Pass.SOLVE`, which computes loss and gradients."""
 
     @classmethod
     def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        """The objective of `Pass.STATISTICS`: statistics."""
+        """Return the objective of `Pass.STATISTICS`, which computes statistics."""
 
     @classmethod
     def for_backward(
         cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        """The objective of `Pass.GRADIENTS`: gradients from statistics (rows,) and their gradients."""
+        """Return the objective of `Pass.GRADIENTS`, given statistics (rows,) and their gradients."""
 
     @staticmethod
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:
@@ -106,15 +108,15 @@ class Objective(Protocol):
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
-        """Whether the loss depends on the logits through log p(target) and lse alone."""
+        """Whether the loss depends on the logits only through log p(target) and lse."""
 
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
-        """The memory of the objective in a pass with a budget of bytes, and its properties."""
+        """The memory of the objective in a pass with `budget` bytes, and its properties."""
 
 
 def logits_bytes(call: HeadCall) -> tuple[int, int]:
-    """(bytes per row, bytes that do not grow with the rows) of a chunk's logits and product."""
+    """(bytes per row, bytes that do not depend on the number of rows) of a chunk's logits and product."""
     shape = call.logits_dtype, call.width, call.hidden.shape[1]
     return call.width * call.logits_dtype.itemsize, piece_bytes(call.weight.device, call.dtype, *shape)
 
@@ -144,13 +146,13 @@ def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
 
 
 def settled(call: HeadCall, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
-    """(loss up to the deferred factor, metrics in the order of `metric_names`), over all slices."""
+    """Combine all slices: (loss up to the deferred factor, metrics in the order of `metric_names`)."""
     first, *remaining = [report.total for report in reports]
     total = sum(remaining, first)  # starting from 0 would cost one more kernel
     if call.loss.scope == "token" and call.sequences.sliced:
-        # The only all-reduce of the loss of single tokens with cp_group: ranks may have different numbers of
-        # chunks, so there is none per chunk.
+        # With cp_group, this is the only all-reduce for a loss of single tokens. There is none per chunk,
+        # because ranks may have different numbers of chunks.
         total = call.sequences.sum(total)
     metrics = means([report.metrics for report in reports], factors, call.sequences)
-    total = total.to(call.stat_dtype)  # a loss of logits is wider if `logits_dtype` is
+    total = total.to(call.stat_dtype)  # the total of a `LogitsLoss` is wider if `logits_dtype` is
     return total, [metrics[name].to(call.stat_dtype) for name in call.loss.metric_names]

@@ -1,4 +1,4 @@
-"""Losses of the logits of k given ids per token: only these k logits per token are computed."""
+"""Losses that depend only on the logits of k ids per token, which are the only logits that are computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logit
 
 
 class GatheredProjection(Projection):
-    """A projection whose chunks have the products of k ids as `logits` (n, k); 0 for ids of other ranks.
+    """A projection in which `logits` (n, k) of a chunk are the products of k ids per row; 0 for ids of other
+    ranks.
 
     Attributes:
-        columns: (n, k) ids of the current chunk as rows of this rank's head, duplicates removed; negative for
-            an empty slot, an id of another rank or an ignored token.
+        columns: (n, k) ids of the current chunk as rows of this rank's head, without duplicates; negative for
+            empty slots, ids of other ranks and ignored tokens.
         teacher: (n, k) log-probabilities of the teacher for the current chunk, -inf in empty slots.
     """
 
@@ -59,9 +60,9 @@ class GatheredProjection(Projection):
 
 @dataclass
 class GatheredObjective(IdsObjective):
-    """The objective of a loss that the logits of the ids determine, because log-sum-exp cancels in it.
+    """The objective of a loss that depends only on the logits of the ids, because the log-sum-exp cancels.
 
-    Its statistic "logps" holds these logits.
+    The statistic "logps" contains these logits.
     """
 
     @classmethod
@@ -73,7 +74,7 @@ class GatheredObjective(IdsObjective):
         return cls(call, rows, stats, {}, factors)
 
     def named_statistics(self) -> dict[str, Tensor]:
-        """The statistics; 0 for those that the loss does not use."""
+        """Return the statistics; statistics that the loss does not use are 0."""
         call = self.call
         count = self.rows.count
         shapes = call.loss.objective.statistic_shapes(call.loss, count, call.inputs)
@@ -127,6 +128,6 @@ class GatheredObjective(IdsObjective):
     def write(self, chunk: Chunk, head: Projection) -> None:
         rows = slice(chunk.step.start, chunk.step.stop)
         slope = self.call.loss.head.derivative_at(self.stats["logps"][rows])
-        # Values in empty slots are arbitrary and not read.
+        # Values in empty slots are arbitrary, and are not read.
         gradient = self.grads["logps"][rows]
         chunk.gradient = gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope

@@ -1,6 +1,6 @@
 """The objectives of losses of several ids per token.
 
-`IdsObjective` computes the log-probabilities of ids that are an input; `TopkObjective` selects the k ids with
+`IdsObjective` computes the log-probabilities of ids that are an input. `TopkObjective` selects the k ids with
 the largest logits. `Reader` computes the statistics of several ids from a chunk of logits.
 """
 
@@ -29,16 +29,17 @@ from logitless.kernels.ids.gathered import weighted_rows
 from logitless.kernels.ids.slots import Upstream
 from logitless.parallel.vocabulary import WholeVocabulary
 
-# A column beyond every head.
+# A column that no head has.
 OUT_OF_RANGE_COLUMN = 2**31 - 1
-# Bytes of the statistics and temporaries of one slot of a row.
+# Bytes of statistics and temporaries for one slot of a row.
 SLOT_BYTES = 160
 
 
 class Reader(NamedTuple):
-    """The arguments of the kernels that compute statistics of several ids per token from a chunk.
+    """The arguments of the kernels that compute statistics of several ids per token from a chunk of logits.
 
-    Logits have this rank's columns; ids (n, k) are those of the whole vocabulary, negative for an empty slot.
+    The logits have this rank's columns. ids (n, k) are ids of the whole vocabulary; a negative id is an empty
+    slot.
     """
 
     head: LogitTransform
@@ -51,26 +52,26 @@ class Reader(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """Keyword arguments of the kernels that read a chunk."""
+        """Keyword arguments for the kernels that read a chunk."""
         return {"head": self.head, "bias": self.bias, "ignore_index": self.ignore_index}
 
     @property
     def kept(self) -> dict:
-        """Keyword arguments of `slots.sparse_grad`: ignored rows, and the head for its derivative."""
+        """Keyword arguments for `slots.sparse_grad`: ignored rows, and the transform of the head."""
         return {"head": self.head, "targets": self.targets, "ignore_index": self.ignore_index}
 
     def statistics(
         self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None
     ) -> TokenBuffers:
-        """Log-sum-exp and the named statistics of each row over this rank's columns; 0 where ignored."""
+        """Compute log-sum-exp and the named statistics of each row over this rank's columns; 0 if ignored."""
         stats = kernels.allocate_stats(names, len(self.targets), self.dtype, logits.device)
         kernels.token_statistics(logits, self.targets, stats, **self.options, maxima=maxima)
         return stats
 
     def pop_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """(n, k) logits of the ids, from the ranks that have them; -inf in empty slots.
+        """Return the logits (n, k) of the ids, from the ranks that have them; -inf in empty slots.
 
-        Overwrites these logits in the chunk by a value whose exponential is 0.
+        Overwrites these logits in the chunk with a value whose exponential is 0.
         """
         columns = self.vocabulary.to_local_ids(ids)
         z = slots.pop_logits(logits, columns, head=self.head, bias=self.bias)
@@ -79,10 +80,11 @@ class Reader(NamedTuple):
     def ids_statistics(
         self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor], gradient: Tensor | None = None
     ) -> Tensor | None:
-        """Fill `out` with statistics of the ids (see `slots.statistics`); take their logits out of the chunk.
+        """Write statistics of the ids to `out` (see `slots.statistics`), and overwrite their logits in the
+        chunk.
 
-        With `gradient`, also fill it with p_r d z_r / d x_r for all other ids r, up to a factor per row, and
-        return that factor (n,).
+        With `gradient`, also write p_r d z_r / d x_r for all other ids r to it, up to a factor per row, and
+        return this factor (n,).
         """
         z = self.pop_logits(logits, ids)
         stats = kernels.allocate_stats(
@@ -99,9 +101,10 @@ class Reader(NamedTuple):
         slots.statistics(z, ids, stats, out, **options)
         if gradient is None:
             return None
-        # `gradient` is the softmax over the ids left in the chunk; `part` is the log of their share of the
-        # whole softmax. Entries of the ids that were taken out are 0: their probability is 0, or with a
-        # softcap its derivative is. If no id is left in the chunk, lse is -inf and the factor is 0.
+        # `gradient` is the softmax over the ids that remain in the chunk, and `part` is the log of their
+        # probability in the whole softmax. The entries of the ids that were overwritten are 0, because their
+        # probability or, with a softcap, its derivative is 0. If no id remains in the chunk, lse is -inf and
+        # the factor is 0.
         part = (stats.lse - out["lse"]) + (stats.lse_residual - out["lse_residual"])
         return torch.where(stats.lse == -torch.inf, 0.0, -scale * part.exp())
 
@@ -117,10 +120,10 @@ class IdsObjective:
 
     call: HeadCall
     rows: Rows
-    stats: dict[str, Tensor]  # (rows, ...) each, by `statistic_names`: filled by `fill`, or given
+    stats: dict[str, Tensor]  # (rows, ...) each, by `statistic_names`: computed by `fill`, or passed
     grads: dict[str, Tensor]  # (rows, ...) d loss / d statistic
     factors: UnitFactors | None = None
-    # Whether sum p_r W[r] over all other ids is kept and scaled afterwards (strategy cached_grad).
+    # Whether sum_v p_v W[v] over all other ids is kept, and scaled later (strategy cached_grad).
     keeps_dlogp_dhidden: bool = False
     reports: list[Report] = field(default_factory=list)
     _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else OUT_OF_RANGE_COLUMN
@@ -129,7 +132,7 @@ class IdsObjective:
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
-            raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
+            raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "pass a smaller k")
         shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
         stats = {
             name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
@@ -194,10 +197,10 @@ class IdsObjective:
         self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.row_index])
 
     def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> None:
-        """Compute and keep the statistics of ids (n, k); overwrites the logits of the ids in the chunk.
+        """Compute and keep the statistics of ids (n, k). Overwrites the logits of the ids in the chunk.
 
-        In a step that writes with strategy cached_grad, the same kernel writes the gradient of the other ids'
-        logits, up to `chunk.factor`.
+        In a writing step of strategy cached_grad, the same kernel writes the gradient of the logits of all
+        other ids, up to `chunk.factor`.
         """
         self._keep(chunk, {"ids": ids})
         stats = self._at(slice(chunk.step.start, chunk.step.stop))
@@ -259,7 +262,7 @@ class IdsObjective:
 
     def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
         """Overwrite the logits with the part of their gradient that is a row factor times probabilities."""
-        # Without a target in the chunk the kernel does not use log-probabilities; pass any (n,) tensor.
+        # If there is no target in the chunk, the kernel does not use log-probabilities: pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         token_stats = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
         options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignore_index}
@@ -284,11 +287,10 @@ class IdsObjective:
     def scale_cached_grad(
         self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
     ) -> Tensor:
-        """d loss / d hidden of some rows.
+        """(n, H) d loss / d hidden of the rows `rows` of the statistics, which are the rows `at` of the call.
 
-        `dlogp_dhidden` is sum p_r W[r] over the ids that are not an input.
-
-        The share of the input ids is computed from their rows of the head and added, so nothing cancels.
+        `dlogp_dhidden` (n, H) holds sum_v p_v W[v] over all ids v outside `stats["ids"]`. The terms of the
+        ids in `stats["ids"]` are computed from their rows of the head and added, so that nothing cancels.
         """
         call = self.call
         loss = call.loss
@@ -303,9 +305,10 @@ class IdsObjective:
 
 
 class TopkObjective(IdsObjective):
-    """The k ids with the largest logits in each row, and their log-probabilities; without gradients.
+    """The k ids with the largest logits of each row, and their log-probabilities, without gradients.
 
-    One pass over a chunk computes its statistics and the maxima of column tiles, from which `best` selects.
+    One pass over a chunk computes its statistics and the maxima of column tiles, which `best` uses to select
+    the ids.
     """
 
     @staticmethod
@@ -329,8 +332,10 @@ class TopkObjective(IdsObjective):
 
 
 def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:
-    """(n, k) ids of the largest logits of the whole vocabulary, in descending order; of equal logits the
-    lowest id first."""
+    """(n, k) ids of the k largest logits of the whole vocabulary, in descending order.
+
+    Equal logits are in ascending order of their ids.
+    """
     vocabulary = reader.vocabulary
     width = logits.shape[1]
     options = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
@@ -343,7 +348,8 @@ def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -
     z = pad(z, missing, value=-torch.inf)
     ids = pad(columns + vocabulary.start, missing, value=reader.V)
     z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
-    # Sort by id, then stably by logit: of equal logits the lowest id comes first, and padding comes last.
+    # Sort by id, then stably by logit, so that among equal logits the lowest id comes first. Padding comes
+    # last.
     ids, by_id = ids.sort(dim=1, stable=True)
     chosen = z.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :k]
     return ids.gather(1, chosen)

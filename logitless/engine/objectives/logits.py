@@ -1,6 +1,7 @@
-"""The objective of a loss of logits (`LogitsLoss`): a differentiable function of a chunk, or its own kernel.
+"""The objective of a `LogitsLoss`: a differentiable function of a chunk of logits, or a kernel for it.
 
-Such a loss is a sum over tokens, so the loss of a chunk and its gradient are computed right after product 1.
+The loss is a sum over tokens. Therefore the loss of a chunk and its gradient are computed directly after
+product 1.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,10 @@ from logitless.kernels.matmul import project
 
 @dataclass
 class LogitsObjective:
-    """The objective of a loss of logits; see `objectives.base.Objective`."""
+    """The objective of a `LogitsLoss`; see `objectives.base.Objective`."""
 
     fused_epilogue: ClassVar = False
-    statistics: ClassVar = ()  # the loss gets the logits themselves
+    statistics: ClassVar = ()  # none: the loss gets the logits
     differentiable: ClassVar = ()
 
     call: HeadCall
@@ -101,7 +102,7 @@ class LogitsObjective:
             self._evaluate(span, self.call.weight.new_empty((0, width), dtype=self.call.logits_dtype), None)
 
     def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
-        """Compute the loss on the logits of a span and, if `written` is a chunk, its gradient."""
+        """Compute the loss of the logits of a span and, if `written` is a chunk, the gradient."""
         call = self.call
         batch = batch_of(call, self.rows, span)
         if call.loss.teacher:
@@ -157,12 +158,12 @@ class LogitsObjective:
 
 
 def _unreduced_factors(call: HeadCall, rows: Rows) -> UnitFactors:
-    """Factors for reduction="none": only the metrics are reduced."""
+    """The factors with reduction="none", in which only the metrics are reduced."""
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     return UnitFactors(None, metric_factors(counts, call.stat_dtype))
 
 
 def _inputs_of_terms(loss: LossSpec) -> list[str]:
-    """Names of the inputs in the batch of `terms`: a teacher's logits replace its hidden states."""
+    """Names of the inputs in the batch of `terms`, in which a teacher's logits replace its hidden states."""
     names = [name for name, role in loss.roles.items() if role not in (Role.FEATURES, Role.HEAD)]
     return [*names, "teacher_logits", "teacher_bias"] if loss.teacher else names

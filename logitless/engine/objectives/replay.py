@@ -1,8 +1,8 @@
-"""Losses of per-token statistics over the ids that a sampler kept: the softmax of a row is over its set.
+"""Losses of per-token statistics with a sampling mask: the softmax of a row is over the ids of its set.
 
-`ReplayProjection` multiplies the gathered rows with the rows of the head that their ids name, and projects
-all other rows as `Projection` does. `ReplayObjective` computes the statistics of a set from the logits of its
-slots. `TokenObjective` evaluates the loss, which does not depend on the sets.
+`ReplayProjection` multiplies each gathered row with the rows of the head for the ids of its set, and projects
+all other rows like `Projection`. `ReplayObjective` computes the statistics of a set from the logits of its
+slots. The evaluation of the loss is that of `TokenObjective`, because it does not depend on the sets.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ class ReplayProjection(Projection):
         super().__init__(call, rows.chunked, gradients=gradients)
         self.replay: Replay = rows.replay
         self.local = {which: _local(call, slots) for which, slots in self.replay.slots.items()}
-        self.gathers = False  # whether the current chunk is that of the gathered rows
-        # A buffer of stored logits for the picked rows, where the chunks of the plain rows store none.
+        self.gathers = False  # whether the current chunk is the chunk of the gathered rows
+        # Buffer for the logits of the picked rows, if the chunks of the plain rows do not store logits.
         self._picked: Tensor | None = None
         self._stored = True
         self._rows = 0
@@ -72,7 +72,7 @@ class ReplayProjection(Projection):
 
 
 def _local(call: HeadCall, slots: Slots) -> Slots:
-    """The slots with the rows of this rank's head as ids; negative for ids of other ranks."""
+    """Return the slots with ids replaced by rows of this rank's head; negative for ids of other ranks."""
     if not call.vocabulary.sharded:
         return slots
     start, width = call.vocabulary.row_range(call.V)
@@ -81,9 +81,9 @@ def _local(call: HeadCall, slots: Slots) -> Slots:
 
 
 class ReplayObjective(TokenObjective):
-    """The objective of a loss of per-token statistics, some of whose rows have a set of kept ids.
+    """The objective of a loss of per-token statistics in a call with a sampling mask.
 
-    Its statistics and their gradients are in chunk order (see `replay.Replay`), except inside `evaluate`.
+    Statistics and their gradients are in chunk order (see `replay.Replay`), except inside `evaluate`.
     """
 
     @classmethod
@@ -140,14 +140,14 @@ class ReplayObjective(TokenObjective):
             self._keep_reference(chunk, z, slots)
 
     def _logits(self, products: Tensor, slots: Slots, head: LogitTransform, bias: Tensor | None) -> Tensor:
-        """(S,) logits of slots on all ranks, from the products on this one, rounded as a chunk's are."""
+        """(S,) logits of the slots of all ranks, from this rank's products; rounded like those of a chunk."""
         products = products.to(self.call.logits_dtype).to(products.dtype)
         bias = None if bias is None else bias[slots.ids.clamp(min=0)]
         z, _ = head.logits(products, bias)
         return self._of_all_ranks(z, slots)
 
     def _of_all_ranks(self, z: Tensor, slots: Slots) -> Tensor:
-        """The sum over the ranks of one number and zeros, which is exact."""
+        """Sum z over the ranks. Only one rank has a nonzero number for each slot, so the sum is exact."""
         if not self.call.vocabulary.sharded:
             return z
         return self.call.vocabulary.reduce(torch.where(slots.ids >= 0, z, 0.0))
@@ -184,7 +184,7 @@ class ReplayObjective(TokenObjective):
         sets.set_statistics(z, slots, stats)
 
     def _picked_logits(self, chunk: Chunk, slots: Slots, head: LogitTransform, bias: Tensor | None) -> Tensor:
-        """(S,) logits of the chunk's slots; those of other chunks are arbitrary."""
+        """(S,) logits of the chunk's slots; the entries for other chunks are arbitrary."""
         z = torch.zeros(slots.ids.shape[0], dtype=self.call.stat_dtype, device=slots.ids.device)
         sets.picked_logits(chunk.logits, slots, z, head=head, bias=bias)
         return self._of_all_ranks(z, slots)
@@ -194,7 +194,7 @@ class ReplayObjective(TokenObjective):
         return head.local[PICKED].of_rows(first, chunk.step.stop - self.replay.plain)
 
     def _without_sets(self, chunk: Chunk, slots: Slots) -> Tensor | None:
-        """(C,) targets, ignored in rows with a set; None where the host knows that every row has one."""
+        """(C,) targets, ignored in rows that have a set; None if the host knows that every row has one."""
         if self.call.loss.compact:
             return None
         return torch.where(slots.bounds.diff() > 0, chunk.ignore_index, chunk.targets)

@@ -1,9 +1,9 @@
-"""The objective of a draft's losses: rows of several steps, compared with the rows of a verifier.
+"""The objective of losses of draft models, which compare the rows of several steps with rows of a verifier.
 
-The rows of a call are pairs of a draft's row and a verifier's row. The pairs are sorted by the verifier's row
-(`teacher_rows.py`), so the pairs of a chunk are compared with consecutive rows of the verifier, and each of
-these rows is projected once for all steps. Loss, acceptance rate and agreement of the pairs are kept; the
-metrics depend on whole chains of pairs and are computed at the end.
+Each row of a call is a pair of a draft row and a verifier row. The pairs are sorted by the verifier row
+(`teacher_rows.py`). Therefore the pairs of a chunk are compared with consecutive rows of the verifier, and
+each of these rows is projected once for all steps. Loss, acceptance rate and agreement of all pairs are kept,
+because the metrics depend on whole chains of pairs and are computed at the end.
 """
 
 from collections.abc import Mapping
@@ -24,22 +24,22 @@ from logitless.kernels.head import divergence, select
 from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics, twin_bytes
 from logitless.kernels.matmul import piece_bytes, project
 
-# Bytes of a pair's or a verifier row's vectors: statistics, factors, labels, indices.
+# Bytes of vectors (statistics, factors, labels, indices) for a pair or for a verifier row.
 VECTOR_BYTES = 64
 # Bytes of the statistics that the ranks of a sharded vocabulary exchange for a pair or a verifier row.
 SHARD_BYTES = 256
 
 
 class Verifier(NamedTuple):
-    """The rows of the verifier that a chunk is compared with."""
+    """The rows of the verifier with which a chunk is compared."""
 
-    logits: Tensor  # (R, D) of the draft's ids
-    # Log-sum-exp over all of the verifier's ids, and its rounding error; None: the softmax is over the ids of
-    # `logits` alone.
+    logits: Tensor  # (R, D) logits of the draft's ids
+    # Log-sum-exp over all ids of the verifier, and its rounding error; None: the softmax is over the ids of
+    # `logits`.
     lse: tuple[Tensor, Tensor] | None = None
-    # (R,) the draft's id of the verifier's best one, -1 where it has none.
+    # (R,) the draft's column for the verifier's most probable id; -1 if the draft does not have the id.
     label: Tensor | None = None
-    covered: Tensor | None = None  # (R,) bool, whether the draft has the best id; None: always
+    covered: Tensor | None = None  # (R,) bool, whether the draft has that id; None: always
 
 
 @dataclass
@@ -92,7 +92,7 @@ class SpeculatorObjective(LogitsObjective):
             self._report(torch.zeros((), dtype=self.call.stat_dtype, device=self.call.targets.device))
 
     def _compare(self, chunk: Chunk) -> None:
-        """Compare a chunk of logits with the verifier's, and write the gradient over them."""
+        """Compare a chunk of logits with the verifier's logits, and overwrite them with the gradient."""
         call = self.call
         loss = self.call.loss
         step = chunk.step
@@ -162,7 +162,7 @@ class SpeculatorObjective(LogitsObjective):
         )
 
     def _labels(self, chunk: Chunk, verifier: Verifier, teacher_rows: Tensor) -> Tensor:
-        """(C,) columns of the labels among the logits; negative for a label that the draft lacks."""
+        """(C,) columns of the labels in the draft's logits; negative if the draft does not have the label."""
         inputs = self.call.inputs
         if inputs["labels"] is None:
             columns = verifier.label[teacher_rows]
@@ -174,10 +174,10 @@ class SpeculatorObjective(LogitsObjective):
 
     @cached_property
     def _teacher(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The verifier's head: (weight of the ids that are projected, their bias, bias of the draft's ids).
+        """Return the verifier's head: (weight of the projected ids, their bias, bias of the draft's ids).
 
-        With a draft vocabulary and the softmax over all ids, all ids are projected, and the divergence reads
-        those of the draft alone.
+        With a draft vocabulary and `teacher_softmax="full"`, all ids are projected, and the divergence only
+        uses the logits of the draft's ids.
         """
         inputs = self.call.inputs
         ids = inputs["draft_ids"]
@@ -210,7 +210,7 @@ class SpeculatorObjective(LogitsObjective):
         return Verifier(selected, (stats.lse, stats.lse_residual), label, label >= 0)
 
     def _best(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        """(R,) ids of the largest logits of the verifier."""
+        """(R,) the ids of the verifier's largest logits."""
         head = self.call.loss.teacher_head
         ranks = self.call.vocabulary
         if ranks.sharded:
@@ -224,7 +224,7 @@ class SpeculatorObjective(LogitsObjective):
             self.kept[name][rows] = x
 
     def _report(self, total: Tensor, *, complete: bool = True) -> None:
-        """Report the loss of a chunk, and after the last one the metrics."""
+        """Report the loss of a chunk and, after the last chunk, the metrics."""
         names = self.call.loss.metric_names
         metrics = self._metrics() if complete else total.new_zeros(len(names))
         self.reports.append(Report(total, {(None, *names): metrics}))
@@ -246,14 +246,15 @@ KEPT = ("values", "acceptance", "agreement")
 def chain_metrics(
     loss: LossSpec, counted: Tensor, *, values: Tensor, acceptance: Tensor, agreement: Tensor
 ) -> Tensor:
-    """The metrics of all chains, (metrics,) in the order of `metric_names`.
+    """Compute the metrics of all chains, (metrics,) in the order of `metric_names`.
 
     Args:
-        loss: a step exists for each of its `coefficients`; a step with the coefficient 0 has no pairs.
-        counted: (steps * chains,) 1 where a pair counts, else 0, step by step.
-        values: losses of the pairs, like `counted`; 0 where none counts, as in the others.
-        acceptance: acceptance rates.
-        agreement: 1 where the best ids of draft and verifier agree.
+        loss: the loss, with one step per entry of `coefficients`. A step with coefficient 0 has no pairs.
+        counted: (steps * chains,) 1 if the pair counts, else 0; step by step.
+        values: losses of the pairs. Like `acceptance` and `agreement`, it has the shape of `counted`, with 0
+            for pairs that do not count.
+        acceptance: acceptance rates of the pairs.
+        agreement: 1 if draft and verifier have the same most probable id, else 0.
     """
     steps = sum(bool(coefficient) for coefficient in loss.coefficients)
     counted, values, a, h = (x.view(steps, -1) for x in (counted, values, acceptance, agreement))
@@ -263,7 +264,7 @@ def chain_metrics(
         return x.sum() / torch.where(total == 0, 1.0, total)
 
     metrics, lengths = [], []
-    # Whether a chain has agreed in every step so far, and the probability that it was accepted.
+    # Whether a chain agreed in all steps so far, and the probability that all its tokens were accepted.
     agreed, accepted = torch.ones_like(counted[0]), torch.ones_like(counted[0])
     remaining = iter(zip(counted, values, a, h, strict=True))
     length, expected = torch.zeros_like(agreed), torch.zeros_like(agreed)
@@ -282,23 +283,23 @@ def chain_metrics(
 
 
 def _verifier_width(call: HeadCall) -> int:
-    """Columns of the verifier's logits that are multiplied."""
+    """Number of the verifier's logits per row that are computed."""
     drawn = call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "draft"
     return call.width if drawn else call.vocabulary.max_shard_rows(call.inputs["teacher_weight"].shape[0])
 
 
 def _reads_all_ids(call: HeadCall) -> bool:
-    """Whether the verifier's softmax is over more ids than the draft has."""
+    """Whether the verifier's softmax includes ids that the draft does not have."""
     return call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "full"
 
 
 def _labels_itself(call: HeadCall) -> bool:
-    """Whether the labels are the verifier's best ids."""
+    """Whether the labels are the verifier's most probable ids."""
     return call.loss.hard_loss_weight > 0 and call.inputs["labels"] is None
 
 
 def _roomy(buffer: Tensor | None, rows: int, columns: int, like: Tensor) -> Tensor:
-    """`buffer`, or a new one if it has fewer rows."""
+    """Return `buffer`, or a new buffer if it has fewer than `rows` rows."""
     if buffer is not None and buffer.shape[0] >= rows:
         return buffer
     del buffer

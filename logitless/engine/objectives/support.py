@@ -1,4 +1,4 @@
-"""The objective of a divergence over a few ids per token: the ids that student or teacher rate highest."""
+"""The objective of a divergence over a few ids per token: the most probable ids of student or teacher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,28 +23,28 @@ from logitless.kernels.matmul import project
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY
 
 TEACHER = ("teacher_logps", "teacher_rest", "agreement")
-# Statistics of the label: log p at temperature 1, the log-sum-exp of its derivative, the top-1 flag.
+# Statistics of the label: log p at temperature 1, log-sum-exp at temperature 1 and its residual, top-1 flag.
 LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
 
-# If the loss needs k logits per token alone, gathering the k rows of the head is faster than a product with
-# all V rows while k < V / GATHERED.
+# If the loss needs only k logits per token, gathering their k rows of the head is faster than the product
+# with all V rows if k < V / GATHERED.
 GATHERED = 180
 
 
 def gathered_columns(call: HeadCall) -> int:
-    """The number of logits that are computed per row by gathering; 0: all, by a product."""
+    """Number of logits per row that are computed from gathered rows of the head; 0: all, by a product."""
     k = call.loss.slots(call.inputs)
     return k if call.loss.cancels and k * GATHERED < call.V else 0
 
 
 def teacher_dtype(call: HeadCall) -> torch.dtype:
-    """The dtype of the teacher's logits: the wider of the teacher's head's and the student's logits'."""
+    """The dtype of the teacher's logits: the wider dtype of the teacher's head and the student's logits."""
     return torch.promote_types(call.logits_dtype, call.inputs["teacher_weight"].dtype)
 
 
 @dataclass
 class SupportObjective(IdsObjective):
-    """The objective of distillation on a support: statistics of student, teacher and label."""
+    """The objective of distillation over a support, with statistics of student, teacher and label."""
 
     statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")
@@ -68,7 +68,8 @@ class SupportObjective(IdsObjective):
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
-        # If the log-sum-exp cancels, the k logits are gathered instead, and there is no such vector.
+        # If the log-sum-exp cancels, only the logits of the ids are used, and there is no d logp / d hidden
+        # to keep.
         return not loss.cancels and IdsObjective.linear_in_logps(loss)
 
     @staticmethod
@@ -126,14 +127,17 @@ class SupportObjective(IdsObjective):
         self._read(chunk, reader, ids)
 
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The teacher's ids (n, k), duplicates replaced by -1, and their log-probabilities."""
+        """Return the teacher's top-k ids (n, k), duplicates replaced by -1, and their log-probabilities."""
         ids = self.call.inputs["ids"][chunk.row_index]
         logps = self.call.inputs["teacher_logps"][chunk.row_index]
         ids = slots.dedupe(torch.where(logps == -torch.inf, -1, ids))
         return ids, torch.where(ids >= 0, logps.to(self.call.stat_dtype), -torch.inf)
 
     def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
-        """(reader of the teacher's head, the teacher's logits of a chunk in a separate buffer)."""
+        """Project the teacher's rows into a separate buffer.
+
+        Returns (reader of the teacher's head, logits).
+        """
         call = self.call
         rows, _ = chunk.logits.shape
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
@@ -153,12 +157,12 @@ class SupportObjective(IdsObjective):
     def _support(
         self, logits: Tensor, reader: Reader, taught: Tensor, teacher: Reader
     ) -> tuple[Tensor, Tensor]:
-        """(ids (n, slots) of the divergence, duplicates replaced by -1; the teacher's best id (n,))."""
+        """Return (ids (n, slots) of the support, duplicates replaced by -1; the teacher's arg-max (n,))."""
         loss = self.call.loss
         best_ids = {}
         for name, z, side in (("student", logits, reader), ("teacher", taught, teacher)):
             if not side.vocabulary.sharded:
-                # A support has only ids that both vocabularies have.
+                # The support contains only ids that both vocabularies have.
                 common = min(logits.shape[1], taught.shape[1])
                 z = z[:, :common]
                 side = side._replace(bias=None if side.bias is None else side.bias[:common])
@@ -171,7 +175,7 @@ class SupportObjective(IdsObjective):
         return slots.dedupe(ids), argmax_id
 
     def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
-        """log p of the label at temperature 1, with the log-sum-exp at that temperature."""
+        """Compute log p of the label at temperature 1, and the log-sum-exp at temperature 1."""
         if self.call.inputs["labels"] is None:
             return {}
         columns, labelled = self._labels(chunk)
@@ -186,10 +190,11 @@ class SupportObjective(IdsObjective):
         }
 
     def _labels(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """(labels as columns of the chunk, whether a row has a label).
+        """Return (labels as columns of the chunk, whether each row has a label).
 
-        The column is `chunk.ignore_index` for ignored tokens, and the chunk's width for a label on another
-        rank or outside the vocabulary. A row has a label if the label is in the vocabulary, on any rank.
+        The column is `chunk.ignore_index` for ignored tokens. It is the width of the chunk if the label is on
+        another rank or outside the vocabulary. A row has a label if the label is in the vocabulary, on any
+        rank.
         """
         labels = self.call.inputs["labels"][chunk.row_index].long()
         width = chunk.logits.shape[1]
@@ -226,7 +231,8 @@ class SupportObjective(IdsObjective):
             )
             self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
             chunk.grad_buffer.add_(label_grad)
-        # The label's gradient at the support's ids, whose logits were taken out of the chunk.
+        # The gradient of the label's loss at the ids of the support, whose logits were overwritten in the
+        # chunk.
         labels = torch.where(labelled, self.call.inputs["labels"][chunk.row_index].long(), -2)
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]

@@ -1,8 +1,8 @@
 """The objective of a loss of per-token statistics (`TokenLoss`): log p(target), log-sum-exp, entropy, ...
 
-If the gradient of a row is a multiple of d logp / d logits, one kernel computes the statistics and writes
-d logp / d logits. The loss determines the multiple later; it is applied as a row factor to the [C, H]
-matrices of the products, which are narrower than the [C, V] chunk.
+If the gradient of a row is a multiple of d logp / d logits, one kernel computes the statistics and writes d
+logp / d logits. The evaluation of the loss determines the multiple later. It is applied as a row factor to
+the (C, H) matrices of the products, which are narrower than the (C, V) chunk.
 """
 
 from collections.abc import Mapping
@@ -37,14 +37,14 @@ class TokenObjective:
 
     call: HeadCall
     rows: Rows
-    stats: TokenBuffers  # (rows,) each, filled by `fill`, or given
-    grads: TokenBuffers  # (rows,) each, d loss / d statistic; filled by `evaluate`, or given
+    stats: TokenBuffers  # (rows,) each; computed by `fill`, or passed
+    grads: TokenBuffers  # (rows,) each, d loss / d statistic; computed by `evaluate`, or passed
     factors: UnitFactors | None = None
-    # Whether d logp / d hidden is kept and scaled afterwards (strategy cached_grad).
+    # Whether d logp / d hidden is kept and scaled later (strategy cached_grad).
     keeps_dlogp_dhidden: bool = False
-    # Whether a chunk's gradient is a multiple of d logp / d logits, which one kernel writes while it reads.
+    # Whether the gradient of a row is a multiple of d logp / d logits, so that one kernel reads and writes.
     is_multiple: bool = False
-    # Whether one kernel projects a chunk and reads it, without storing its logits.
+    # Whether one kernel projects a chunk and computes its statistics, without storing its logits.
     fused_epilogue: bool = False
     ref_weight: Tensor | None = None  # (V, H') head of the reference model, in the dtype of the products
     ref_logps: Tensor | None = None  # (rows,) log-probs under the reference model, filled by `fill`
@@ -63,7 +63,7 @@ class TokenObjective:
         is_multiple = of_logps and kernels.single_pass(call.dtype)
         purpose = Pass.STATISTICS if factors is None else Pass.SOLVE
         fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
-        # Allocated here, as `evaluate` may run on a side stream.
+        # Allocated here, because `evaluate` may run on a side stream.
         grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
         self = cls(
             call,
@@ -98,9 +98,11 @@ class TokenObjective:
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether `logits_dtype` asks for it. If that is None: for unreduced losses, whose log-probabilities
-        are compared with those of other calls, and for losses without the gradient of lse, for which one
-        kernel does everything or an fp32 chunk is taken."""
+        """Whether the loss uses fp32 logits for products in `dtype`.
+
+        True if `logits_dtype` is fp32. If `logits_dtype` is None, True for unreduced losses, whose
+        log-probabilities are compared with those of other calls, and for losses without the gradient of lse.
+        """
         if loss.logits_dtype is not None:
             return loss.logits_dtype == dtype
         return loss.reduction == "none" or "lse" not in loss.differentiates
@@ -112,7 +114,7 @@ class TokenObjective:
 
     @staticmethod
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
-        return (*loss.differentiates, "lse")  # lse is differentiable at no extra cost
+        return (*loss.differentiates, "lse")  # the gradient of lse has no extra cost
 
     @classmethod
     def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
@@ -186,13 +188,13 @@ class TokenObjective:
         vocabulary.merge_stats(stats, chunk.targets)
 
     def _head_sums(self, head: Projection) -> Tensor | None:
-        """`fused_projection.head_sums`, computed with the first chunk if the loss observes `sum_logits`."""
+        """`fused_projection.head_sums`, computed for the first chunk if the loss observes `sum_logits`."""
         if self.head_sums is None and self.stats.sum_logits is not None:
             self.head_sums = fused.head_sums(head.weight, self.call.bias, self.call.loss.head)
         return self.head_sums
 
     def _read_reference(self, chunk: Chunk) -> None:
-        """Compute the reference model's log-probabilities of the chunk's rows, in the chunk's buffer."""
+        """Compute the log-probabilities of the chunk's rows under the reference, using the chunk's buffer."""
         call = self.call
         inputs = call.inputs
         hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
@@ -207,7 +209,7 @@ class TokenObjective:
         self.ref_logps[chunk.step.start : chunk.step.stop] = stats.logps
 
     def _sum_weights(self) -> Tensor | None:
-        """(columns,) weights of the logits in `sum_logits`."""
+        """(columns,) the weights of this rank's logits in `sum_logits`."""
         name = self.call.loss.sum_logits_weights
         return None if name is None else self.call.vocabulary.local(self.call.inputs[name])
 
@@ -218,7 +220,7 @@ class TokenObjective:
         if self.ref_logps is not None:
             batch.ref_logps = self.ref_logps[span.start : span.stop]
         names = call.loss.differentiates if call.trainable else ()
-        # A loss of single tokens is summed over the ranks once, after the loop (`base.settled`).
+        # A loss of single tokens is summed over the ranks once, after the chunk loop (`base.settled`).
         sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
 
         def evaluate(variables: dict[str, Tensor]) -> Terms:
@@ -266,10 +268,10 @@ class TokenObjective:
     ) -> Tensor:
         """d loss / d hidden of some rows, from `dlogp_dhidden`.
 
-        `dlogp_dhidden` holds d logp / d hidden = W[target] - E_p[W], for a loss of logps. For a loss that
-        also differentiates lse, it holds the same sum without the target's term, -sum_{v != target} p_v W[v]
-        (`target_apart`), and the target's terms of d logp and of d lse are added here. Otherwise
-        d lse / d hidden = W[target] - d logp / d hidden would lose digits by cancellation where it is small.
+        For a loss of logps, `dlogp_dhidden` holds d logp / d hidden = W[target] - sum_v p_v W[v]. For a loss
+        that also differentiates lse, it holds this sum without the terms of the target, -sum_{v != target}
+        p_v W[v] (`target_apart`), and the terms of the target in d logp and d lse are added here. Otherwise,
+        d lse / d hidden = W[target] - d logp / d hidden would lose digits by cancellation if it is small.
         """
         call = self.call
         stats = self.stats[rows]
@@ -285,15 +287,16 @@ class TokenObjective:
             supervised, g_target * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0
         )
         head_rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
-        # In the dtype of the statistics, the wider one, by type promotion: no copies of vectors and rows.
+        # Type promotion computes this in the dtype of the statistics, which is wider, without copies in this
+        # dtype.
         return (dlogp_dhidden * (g_logp - g_lse)[:, None]).addcmul_(g_target[:, None], head_rows)
 
 
 def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:
-    """Whether a pass over fp32 logits projects and reads them in one kernel.
+    """Whether one kernel projects and reads in a pass with fp32 logits.
 
-    The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum
-    of logits, or for predictions; then the pass stores logits in fp32.
+    This is not possible if the loss must be evaluated between reading and writing a chunk, if it needs a
+    weighted sum of logits, or for predictions. The pass then stores logits in fp32.
     """
     loss = call.loss
     between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)
@@ -303,7 +306,7 @@ def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:
 
 
 def target_apart(loss: LossSpec) -> bool:
-    """Whether d logp / d hidden is kept without the target's row of the head; see `scale_cached_grad`."""
+    """Whether the kept d logp / d hidden excludes the terms of the target; see `scale_cached_grad`."""
     return "lse" in loss.differentiates
 
 

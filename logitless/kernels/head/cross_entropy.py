@@ -1,23 +1,24 @@
-"""Statistics and gradients of one chunk of logits `[C, V]`, for every loss of log-probabilities.
+"""Statistics and gradients of one chunk of logits (C, V), for all losses of log-probabilities.
 
-    token_statistics   logits -> log p(target), log-sum-exp and, on request, entropy, weighted sum of logits,
-                       log sum p^2, arg-max hit
-    logprob_gradient   token_statistics and, in the same pass over the logits, d log p(target) / d logits, in
-                       place: the fused cross-entropy primitive
-    logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token statistics
+    token_statistics   logits -> log p(target), log-sum-exp and, if requested, entropy, weighted sum of
+    logits,
+                       log sum p^2, top-1 flag
+    logprob_gradient   token_statistics and d log p(target) / d logits, in place, in a single pass over the
+    logits logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token
+    statistics
 
 With z the logits after the head transform (`kernels/head/transform.py`), p = softmax(z) and y the target:
 
     d logp = onehot(y) - p      d entropy = -p (log p + entropy)
     d lse = p                   d sum_logits = class_weights
 
-Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch
-twin below, which takes a few rows at a time so that its temporaries stay small beside the chunk. "In place"
-means into `gradient`, which is `logits` itself or a narrower tensor overlaid on it.
+Each operator has two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below, which
+processes a few rows at a time so that its temporaries are small compared with the chunk. "In place" means
+that the result is written to `gradient`, which is `logits` or a narrower tensor in the same memory.
 
-Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 logits, which use
-the twin on every device. Bias and class weights are converted to that dtype. Vectors may have any stride; a
-row of logits, or of their gradient, is contiguous.
+Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, and fp64 for fp64 logits, for
+which the twin runs on every device. Bias and class weights are converted to this dtype. Vectors may have any
+stride. The rows of the logits and of their gradient must be contiguous.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,17 +33,17 @@ from logitless.kernels.head.transform import LogitTransform
 
 @dataclass
 class TokenBuffers:
-    """Per-token statistics `[n]`, fp32 (fp64 for fp64 logits); None for a statistic that is not wanted.
+    """Per-token statistics (n,), fp32 (fp64 for fp64 logits); None for a statistic that is not requested.
 
-    The order of the fields is that of the kernels' pointers, of the table that ranks with shards of the
-    vocabulary gather (`shards.py`), and of the levels: one pass over the logits computes the statistics of a
-    level and of all levels before it.
+    The statistics are grouped into four levels of cost, which are marked below. Requesting a statistic
+    computes its level and all lower levels. The kernels' pointer arguments, and the table that the ranks of a
+    sharded vocabulary gather (`shards.py`), depend on the order of the fields.
     """
 
     # First level.
     logps: Tensor | None = None
     lse: Tensor | None = None
-    # Rounding error of lse: exp((z - lse) - lse_residual) is exact also where lse is large.
+    # Rounding error of lse: exp((z - lse) - lse_residual) is accurate even if lse is large.
     lse_residual: Tensor | None = None
     # Second level.
     entropy: Tensor | None = None
@@ -56,7 +57,7 @@ class TokenBuffers:
         return ((name, x) for name in _NAMES if (x := getattr(self, name)) is not None)
 
     def pointers(self) -> list[Tensor]:
-        """Every statistic in order, as kernels take them; lse in the place of one that is not wanted."""
+        """All statistics in order, as arguments of a kernel; lse replaces a statistic that is None."""
         return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
@@ -70,7 +71,7 @@ class TokenBuffers:
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Statistics that `logits_gradient` differentiates.
 DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
-# The last statistic of each level, and by name: all statistics up to the end of a statistic's level.
+# The last statistic of each level; and statistic -> all statistics of its level and of lower levels.
 _LAST_OF_LEVEL = ("lse_residual", "is_top1", "sum_logits", "log_sum_sq_probs")
 _UP_TO_LEVEL: dict[str, tuple[str, ...]] = {}
 for _last in _LAST_OF_LEVEL:
@@ -79,7 +80,7 @@ for _last in _LAST_OF_LEVEL:
 
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The named statistics and those that are computed with them, always including logps and lse."""
+    """The named statistics and all statistics that are computed with them, which include logps and lse."""
     computed = _UP_TO_LEVEL["lse"]
     for name in names:
         if len(_UP_TO_LEVEL[name]) > len(computed):
@@ -88,31 +89,33 @@ def stat_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
-    """Empty buffers (n,) for the statistics of `stat_names`."""
+    """Allocate uninitialized buffers (n,) for the statistics of `stat_names`."""
     return TokenBuffers(**{name: torch.empty(n, dtype=dtype, device=device) for name in stat_names(names)})
 
 
 def single_pass(gradient_dtype: torch.dtype) -> bool:
-    """Whether `logprob_gradient` may store unnormalized exponentials: not in fp16, which overflows above
-    exp(11)."""
+    """Whether `logprob_gradient` may store unnormalized exponentials.
+
+    Not in fp16, which overflows at exp(11.1).
+    """
     return gradient_dtype != torch.float16
 
 
 def token_statistics(
     logits: Tensor,  # (C, V)
-    targets: Tensor,  # (C,) int64; beyond V for a token that these logits do not have (a shard's)
+    targets: Tensor,  # (C,) int64; V or more for a target in another shard of the vocabulary
     out: TokenBuffers,  # (C,) each, written
     *,
     head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
-    class_weights: Tensor | None = None,  # (V,) of sum_logits; None means ones
+    class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
     maxima: Tensor | None = None,  # from `select.new_maxima`, written
 ) -> None:
     """Write the statistics to `out`; 0 in ignored rows.
 
-    A target beyond V belongs to another shard of the vocabulary. Its row gets -inf as logps, and the row's
-    largest logit in the place of is_top1; `shards.merge_stats` merges these.
+    A target of V or more belongs to another shard of the vocabulary. Its row gets -inf as logps and the row's
+    largest logit as is_top1, which `shards.merge_stats` merges.
     """
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.head import cross_entropy_triton
@@ -167,7 +170,7 @@ def logprob_gradient(
 def logits_gradient(
     logits: Tensor,
     targets: Tensor,
-    stats: TokenBuffers,  # logps, lse and its residual, and entropy where it has a gradient
+    stats: TokenBuffers,  # logps, lse, lse_residual, and entropy if it has a gradient
     grads: TokenBuffers,  # d loss / d statistic, each (C,); None for a statistic without gradient
     *,
     gradient: Tensor,  # (C, V), written
@@ -195,8 +198,8 @@ def logits_gradient(
     _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient)
 
 
-# The twins take a few rows at a time: few enough that their temporaries stay in a CPU's cache, enough that
-# PyTorch's per-call cost does not show.
+# The twins process a few rows at a time: so few that their temporaries fit into a CPU's cache, and so many
+# that the overhead of PyTorch calls is negligible.
 TWIN_BYTES = 2 * 2**20
 TWIN_TEMPORARIES = 6
 SMALL_CHUNK = 8 * 2**10
@@ -207,7 +210,7 @@ def _wide_row(V: int, dtype: torch.dtype) -> int:
 
 
 def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) -> int:
-    """Bytes of the twins' temporaries for a chunk within the budget; 0 where the kernels run."""
+    """Bytes of the twins' temporaries for a chunk within the budget; 0 if the kernels run."""
     if uses_triton(device, dtype):
         return 0
     row = _wide_row(V, dtype)
@@ -215,8 +218,9 @@ def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) ->
 
 
 def twin_rows(logits: Tensor) -> int:
-    """Rows that a twin takes at a time."""
-    # Within `twin_bytes` for every budget: a chunk fills at most 3/4 of it, twice that when upcast.
+    """Number of rows that a twin processes at a time."""
+    # The temporaries are within `twin_bytes` for every budget: a chunk takes at most 3/4 of it, twice that
+    # when upcast.
     row = _wide_row(logits.shape[1], logits.dtype)
     return max(1, min(TWIN_BYTES // row, max(logits.shape[0] // 36, SMALL_CHUNK // row)))
 
@@ -231,7 +235,7 @@ def _row_blocks(logits: Tensor, head: LogitTransform, bias: Tensor | None):
 def _token_statistics_twin(
     logits, targets, out, head, bias, class_weights, ignore_index, gradient=None
 ) -> None:
-    """Write the statistics to `out` and, if it is given, d logp / d logits to `gradient`."""
+    """Write the statistics to `out` and, unless `gradient` is None, d logp / d logits to `gradient`."""
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised = targets[rows] != ignore_index
         inside = targets[rows] < z.shape[1]
@@ -248,7 +252,7 @@ def _token_statistics_twin(
         del z
         p = log_p.exp()
         if out.entropy is not None:
-            # p = 0 contributes nothing, though its log is -inf.
+            # Terms with p = 0 are 0, although log p is -inf.
             stats["entropy"] = -log_p.clamp_(min=-1e4).mul_(p).sum(1)
         if out.log_sum_sq_probs is not None:
             stats["log_sum_sq_probs"] = torch.mul(p, p, out=log_p).sum(1).log()
@@ -265,7 +269,7 @@ def _logits_gradient_twin(
     g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
     g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
     g_softmax = g_lse - g_logp
-    # At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel.
+    # At the target, logps is more accurate than z - lse, and 1 - p must not cancel.
     g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised = targets[rows] != ignore_index
@@ -285,13 +289,15 @@ def _logits_gradient_twin(
 
 
 def _put(x: Tensor, columns: Tensor, where: Tensor, values: Tensor) -> Tensor:
-    """Replace in place one entry of each row of `x` for which `where` (n, 1) is True."""
+    """Replace one entry of each row of `x`, in place, if `where` (n, 1) is True for the row."""
     return x.scatter_(1, columns, torch.where(where, values.to(x.dtype), x.gather(1, columns)))
 
 
 def _store(out: Tensor, g: Tensor, slope: Tensor | float, supervised: Tensor) -> None:
-    """Multiply by the slope of the head transform and store. The gradient of an ignored row is 0 even if its
-    logits are NaN."""
+    """Multiply by the slope of the head transform and store.
+
+    The gradient of an ignored row is 0, even if its logits are NaN.
+    """
     if not (isinstance(slope, float) and slope == 1.0):
         g *= slope
     out.copy_(g.masked_fill_(~supervised[:, None], 0.0))

@@ -1,19 +1,20 @@
-"""Triton kernels over one chunk of logits `[C, V]`; `cross_entropy.py` says what they compute and holds their
+"""Triton kernels for one chunk of logits (C, V). `cross_entropy.py` documents the results and contains the
 twins.
 
-One program handles one row, block by block. Both kernels are just bound by memory traffic (each instruction
-per logit costs about a twentieth of the time), so each logit is read as few times as possible:
+One program processes one row, block by block. Both kernels are bound by memory traffic, but only barely: each
+additional instruction per logit takes about 1/20 of the time. Therefore each logit is read as few times as
+possible:
 
-* `row_kernel` reads each logit once. It needs no maximum beforehand: exponentials are taken relative to a
-  provisional shift k, the maximum of the first block. If a later logit is more than DRIFT above k, the sums
-  and the part of the row that is already stored are scaled down. With WRITE the kernel also stores exp(z - k)
-  and sets the target's entry, so that the row is d log p(target) / d logits up to the factor -1/sum. That
-  factor is returned per row, and the engine applies it to the [C, H] matrices of the gradient products: one
-  read and one write per logit, where normalizing in place would take two reads.
-* `logits_gradient_kernel` reads and writes each logit once; it computes the gradients that are not multiples
-  of d log p(target) / d logits.
+* `row_kernel` reads each logit once. It does not need the maximum of the row: exponentials are relative to a
+  provisional shift k, the maximum of the first block. If a later logit exceeds k by more than DRIFT, the sums
+  and the stored part of the row are scaled down. With WRITE, the kernel also stores exp(z - k) and sets the
+  target's entry, so that the row is d log p(target) / d logits up to the factor -1/sum. The kernel returns
+  this factor per row, and the engine applies it to the (C, H) matrices of the gradient products. This takes
+  one read and one write per logit; normalizing in place would take two reads.
+* `logits_gradient_kernel` reads and writes each logit once. It computes gradients that are not multiples of
+  d log p(target) / d logits.
 
-Rows of 0.25-0.5 MB do not stay in L2 for a second read. Sums are kept per lane and reduced once per row.
+Rows of 0.25-0.5 MB do not remain in L2 for a second read. Sums are kept per lane and reduced once per row.
 """
 
 import torch
@@ -25,13 +26,14 @@ from logitless.kernels.head.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside
-# fp32, and bf16 and fp32 store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16
-# gradients away from WRITE.
+# Exponentials relative to the shift are at most exp(DRIFT). The sum of their squares over any vocabulary is
+# finite in fp32, and bf16 and fp32 can store them. fp16 cannot store them; therefore WRITE is not used for
+# fp16 gradients (`single_pass`).
 DRIFT = tl.constexpr(30.0)
-# An H200 reads 4,096 x 151,936 bf16 logits in 0.52 ms with blocks of 1,024, 0.43 with 2,048, with EXTRA 0.6.
+# An H200 reads 4,096 x 151,936 bf16 logits in 0.52 ms with blocks of 1,024, in 0.43 ms with blocks of 2,048,
+# and in 0.6 ms with EXTRA.
 BLOCK, LONG_BLOCK, WARPS = 1024, 2048, 4
-# Columns whose largest logit `row_kernel` keeps for `select_triton`.
+# Number of columns of a tile. `row_kernel` stores the largest logit of each tile for `select_triton`.
 TILE = 64
 
 
@@ -39,11 +41,11 @@ TILE = 64
 def head_logits(
     x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
-    """Logits and d logits / d x: the Triton form of `LogitTransform.logits`. `gain` = scale/T, `squash` =
-    scale/softcap, `cap` = softcap/T.
+    """Logits and d logits / d x, like `LogitTransform.logits`.
 
-    Results beyond the mask are arbitrary, as -inf would not survive: tanh(-inf) is finite, and a negative
-    scale makes it +inf. Callers mask the logits.
+    gain = scale/temperature, squash = scale/softcap, cap = softcap/temperature. Results outside the mask are
+    arbitrary, and callers must mask the logits: an x of -inf would not give a logit of -inf, because
+    tanh(-inf) is finite, and a negative scale gives +inf.
     """
     x = x.to(tl.float32)
     if HAS_BIAS:
@@ -72,10 +74,10 @@ def log1p(u):
 
 @triton.jit
 def left_out_of_log(x, log_x):
-    """log(x) - log_x, the rounding error of log_x = tl.log(x), which for results of 8 to 16 is up to 5e-7.
+    """log(x) - log_x, the rounding error of log_x = tl.log(x). It is up to 5e-7 for results from 8 to 16.
 
-    With x = m 2^k and m near 1, log(m) is small and exact to 3e-8, and so is k ln(2) in two parts, the first
-    of few digits.
+    With x = m 2^k and m near 1, log(m) is small and accurate to 3e-8. k ln(2) is accurate as well, because
+    ln(2) is split into two constants, the first of which has few digits.
     """
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F3504F3) >> 23  # m from sqrt(1/2) to sqrt(2)
@@ -87,7 +89,7 @@ def left_out_of_log(x, log_x):
 
 @triton.jit
 def complement(logp):
-    """1 - exp(logp), by the exponential's series where the difference would cancel."""
+    """1 - exp(logp), computed by the series of exp if the difference would cancel."""
     x = -logp
     series = x * (
         1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7 * (1 - x / 8))))))
@@ -97,10 +99,10 @@ def complement(logp):
 
 @triton.jit
 def statistics_of_row(others, others_z, drop_y, shift):
-    """(total, log total, log p(target), lse, lse_residual, entropy) of a row.
+    """Return (total, log total, log p(target), lse, lse_residual, entropy) of a row.
 
-    `others` and `others_z` are the sums of e = exp(z - shift) and of e (z - shift) without the target,
-    `drop_y` is the target's z - shift, and the total is the sum of e with the target."""
+    `others` and `others_z` are the sums of e = exp(z - shift) and of e (z - shift) without the target.
+    `drop_y` is z - shift of the target. The total is the sum of e including the target."""
     e_y = tl.exp(drop_y)
     total = others + e_y
     log_total = tl.log(total)
@@ -112,7 +114,7 @@ def statistics_of_row(others, others_z, drop_y, shift):
         confident, -log1p(others / tl.where(confident, e_y, 1.0)), (drop_y - log_total) - log_rest
     )
     residual = (shift - (lse - log_part)) + (log_total - log_part) + log_rest
-    # The target's -p log p is a separate term, so that the small entropy of a confident token is not the
+    # -p log p of the target is a separate term, so that the small entropy of a confident token is not a
     # difference of large numbers.
     target_term = tl.where(e_y > 0.0, e_y * logp, 0.0)
     entropy = ((others * log_total - others_z) - target_term) / total
@@ -191,12 +193,13 @@ def row_kernel(
     )
     z_y = tl.where(has_target, z_y, -float("inf"))
     place = tl.where(has_target, y, -1).to(tl.int32)
-    # All threads must have read the target's logit before one stores over it.
+    # All threads must have read the target's logit before a thread overwrites it.
     tl.debug_barrier()
     shift = -1e30
     best = -float("inf")  # of the blocks so far
     beaten = False
-    # Every sum excludes the target: 1 - p is then exact for a confident token, where 1 - exp(logp) cancels.
+    # All sums exclude the target. 1 - p is then accurate for a confident token, for which 1 - exp(logp) would
+    # cancel.
     rest = tl.zeros([BLOCK], tl.float32)
     if EXTRA:
         rest_z = tl.zeros([BLOCK], tl.float32)
@@ -209,13 +212,14 @@ def row_kernel(
         cols = start + lane
         mask = cols < V
         x = upcoming
-        # Prefetch the next block: loaded after this block's reduction and store, its latency would show.
+        # Prefetch the next block. If it were loaded after the reduction and the store of this block, its
+        # latency would not be hidden.
         upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < V, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(mask, z, -float("inf"))
         top = tl.max(z, 0)
         if TILE:
-            # The largest value of each tile for `select_triton`, as `select_triton.compared` orders them.
+            # Store the maximum of each tile for `select_triton`, in the order of `select_triton.compared`.
             products = x.to(tl.float32)
             if HAS_BIAS:
                 products += tl.load(bias_ptr + cols, mask=mask, other=0.0)
@@ -226,13 +230,13 @@ def row_kernel(
             last = maxima_ptr + row * ((V + TILE - 1) // TILE) + tile
             tl.store(last, tl.where(most == most, most, float("inf")), mask=tile * TILE < V)
         if EXTRA:
-            # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target,
-            # later ones not above.
+            # As in torch, the arg-max is the first of equal maxima. The target is the arg-max if the maxima
+            # of earlier blocks are below the target's logit, and those of later blocks are not above it.
             if (y >= start) & (y < start + BLOCK):
                 beaten = (best >= z_y) | (tl.max(((z == z_y) & (cols < y)).to(tl.int32), 0) > 0)
             best = tl.maximum(best, top)
         if top > shift + DRIFT:
-            # Always taken by the first block, with nothing to scale; rarely by later ones.
+            # Always executed for the first block, with nothing to scale, and rarely for later blocks.
             shrink = tl.exp(shift - top)
             if EXTRA:
                 rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)
@@ -245,7 +249,7 @@ def row_kernel(
                     before = grad_ptr + begin + lane
                     tl.store(before, (tl.load(before).to(tl.float32) * shrink).to(grad_ptr.dtype.element_ty))
             shift = top
-        # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
+        # A lower bound makes p log p 0 instead of NaN for a logit of -inf. exp(-200) is 0 in fp32.
         drop = z - shift
         if EXTRA:
             drop = tl.maximum(drop, -200.0, propagate_nan=tl.PropagateNan.ALL)
@@ -261,7 +265,8 @@ def row_kernel(
             weighted += tl.where(mask, z, 0.0)
         if WRITE:
             if ALIAS:
-                # The narrow gradient overlays the wide logits, always at or before the block just read.
+                # The narrow gradient is stored in the memory of the wide logits, never after the block that
+                # was just read.
                 tl.debug_barrier()
             tl.store(grad_ptr + cols, (e * slope).to(grad_ptr.dtype.element_ty), mask=mask)
 
@@ -315,11 +320,11 @@ def logits_gradient_kernel(
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the
-    target.
+    """Compute d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at
+    the target.
 
-    At the target, stats.logps is more accurate than z - lse, and the gradient is formed without the
-    difference 1 - p, which would cancel for a confident token.
+    At the target, logps is more accurate than z - lse, and the gradient is computed without the difference 1
+    - p, which would cancel for a confident token.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -331,8 +336,8 @@ def logits_gradient_kernel(
     g_lse = tl.load(g_lse_ptr + row)
     logp = tl.load(logps_ptr + row)
     p_y = tl.exp(logp)
-    # p = exp(z - lse) exp(-residual): subtracted from z - lse, most of the residual would be rounded away
-    # again, alike in a whole row.
+    # p = exp(z - lse) exp(-residual). If the residual were subtracted from z - lse, most of it would be lost
+    # by rounding, with the same error in all columns of a row.
     correction = 1.0 - complement(-residual)
     g_y = g_lse * p_y + g_logp * complement(logp)
     if EXTRA:
@@ -342,7 +347,7 @@ def logits_gradient_kernel(
         g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # An ignored row is zeroed, whatever its logits hold.
+        # An ignored row is set to 0, even if its logits are not finite.
         mask = (cols < V) & (y != ignore_index)
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
@@ -350,7 +355,7 @@ def logits_gradient_kernel(
         p = correction * exp(log_p)
         g = (g_lse - g_logp) * p
         if EXTRA:
-            # p = 0 contributes nothing, though its log is -inf.
+            # Terms with p = 0 are 0, although log p is -inf.
             g -= g_entropy * tl.where(p > 0.0, p * (log_p + (entropy - residual)), 0.0)
         g = tl.where(cols == y, g_y, g)
         if EXTRA:
@@ -365,11 +370,11 @@ def logits_gradient_kernel(
 
 
 def vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
-    """(pointers, scalars, constexprs) of bias, class weights and head transform, for both kernels."""
+    """Return (pointers, scalars, constexprs) for bias, class weights and head transform, for both kernels."""
     gain = head.logit_scale / head.temperature
     softcap = head.softcap or 1.0
     return (
-        # In one dtype, so that a kernel has no variants for the others; a cast reads V numbers.
+        # In a single dtype, so that a kernel is not compiled for other dtypes. A cast only reads V numbers.
         [unused if x is None else dense(x, torch.float32) for x in (bias, class_weights)],
         (gain, head.logit_scale / softcap, softcap / head.temperature),
         {

@@ -105,8 +105,8 @@ def chosen_again(y, total, top, target_logit, shift, tie, ignore_index):
     """Per row: the flag DRIFTED, TIE or 0 (no recomputation), and how much a DRIFTED row's shift rises."""
     highest = tl.maximum(top, target_logit)
     sum_e = total + tl.exp2(target_logit)
-    # Below 2^-DRIFT: a row without a target in these columns has shift 0, and all of its logits may be far
-    # below 0.
+    # `sum_e` can be below 2^-DRIFT if the row has no target in these columns: its shift is then 0, while all
+    # of its logits may be far below 0.
     drifted = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
     # No finite shift helps a row whose largest logit is infinite.
     drifted = drifted & (highest > NEVER) & (highest < float("inf"))

@@ -12,10 +12,12 @@ from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import twin_bytes, twin_rows
 from logitless.kernels.head.transform import LogitTransform
 
-# The kernel holds the tiles of at most this many candidates in registers; for more ids, the twin selects.
+# Largest k for which `select_kernel` can be used: it holds the logits of k tiles in registers. For larger k
+# the PyTorch implementation runs.
 MOST_IDS = 128
-# The kernel holds the maxima of all tiles of at most this many columns, and packs two counts of tiles into
-# one integer.
+# Largest vocabulary for which `select_kernel` can be used: it holds the maximum of every tile of a row in
+# registers, and packs two tile counts into one int32. For larger vocabularies the PyTorch implementation
+# runs.
 MOST_COLUMNS = 2**20
 
 

@@ -124,8 +124,9 @@ def slot_statistics_kernel(
     first, _ = distinct(ids_ptr, z_ptr, row, k, slot, ids, K, False)
     own = tl.where(first, z, -float("inf"))
 
-    # Statistics of the other ids: without the shares of the slots that were taken out, which with a softcap
-    # are above 0.
+    # `read_lse` includes the entries that `pop_logits` overwrote with `taken`. Their probability is 0 without
+    # a softcap but not with one, which bounds them at -cap. Subtract it to get the log-sum-exp of the other
+    # ids.
     read_lse = tl.load(read_lse_ptr + row)
     inside = first & (ids < V)
     x = tl.full([K], taken, tl.float32)

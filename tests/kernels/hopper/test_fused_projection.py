@@ -75,7 +75,7 @@ def truth(hidden, weight, targets, bias, head):
 def read(problem, head, *names, write=False, sums=None):
     hidden, weight, targets, bias = problem
     out = allocate_stats(names, len(targets), torch.float32, DEVICE)
-    place = fused.new_place(weight, len(targets)) if write else None
+    place = fused.new_gradient_buffer(weight, len(targets)) if write else None
     factor = fused.read(hidden, weight, targets, out, gradient=place, head=head, bias=bias, sums=sums)
     return out, None if place is None else factor[:, None].double() * place.double()
 
@@ -155,7 +155,7 @@ def test_gradient_of_known_numbers(name, weights):
         wanted = wanted - entropy * (log_p.exp() * log_p).sum(1) + total * (z * class_weights).sum(1)
         grads.entropy, grads.sum_logits = entropy, total
     (wanted,) = torch.autograd.grad((wanted * rows).sum(), x)
-    place = fused.new_place(weight, len(targets))
+    place = fused.new_gradient_buffer(weight, len(targets))
     options = {"gradient": place, "head": head, "bias": bias, "class_weights": class_weights}
     fused.write(hidden, weight, targets, out, grads, **options)
     assert relative_error(place.double(), wanted) < 4e-3 and not place[~rows].any()
@@ -174,7 +174,7 @@ def test_the_rounding_of_a_large_lse_is_made_up_for():
     lse, logps = exact.float(), log_p.gather(1, given[2][:, None])[:, 0].float()
     numbers = TokenBuffers(logps=logps, lse=lse, lse_residual=(exact - lse).float())
     assert numbers.lse_residual.abs().max() > 1e-5
-    place = fused.new_place(weight, C)
+    place = fused.new_gradient_buffer(weight, C)
     grads = TokenBuffers(lse=torch.ones(C, device=DEVICE))
     fused.write(hidden, weight, given[2], numbers, grads, gradient=place, head=PLAIN)
     allowed = 2e-6 if DTYPE == torch.float32 else 4e-3
@@ -436,9 +436,11 @@ def test_log_probabilities_are_the_same_whoever_asks(served, entropy, frozen):
 
 
 def test_nothing_is_stored_where_logits_are_only_read(served, monkeypatch):
-    places, new_place = [], fused.new_place
+    places, new_gradient_buffer = [], fused.new_gradient_buffer
     monkeypatch.setattr(
-        fused, "new_place", lambda weight, rows: places.append(rows) or new_place(weight, rows)
+        fused,
+        "new_gradient_buffer",
+        lambda weight, rows: places.append(rows) or new_gradient_buffer(weight, rows),
     )
     hidden, weight, targets, reference = pairs()
     with torch.no_grad():
