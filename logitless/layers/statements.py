@@ -119,14 +119,24 @@ def match_norm_call(statement: ast.stmt, fusible: FusibleNames) -> NormCall | No
 
 
 def match_rotation_call(statement: ast.stmt, fusible: FusibleNames) -> ast.Call | None:
-    """Return the call in `..., ... = rotate(q, k, cos, sin)` of two names q and k; None if there is none."""
-    call = statement.value if isinstance(statement, ast.Assign) else None
+    """Return the call in `q, k = rotate(q, k, cos, sin)` of two names q and k; None for any other statement.
+
+    With other targets the code could use the values before the rotation again.
+    """
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    call = statement.value
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
         return None
     if call.func.id not in fusible.rotations or len(call.args) != 4:
         return None
-    q, k = call.args[:2]
-    return call if isinstance(q, ast.Name) and isinstance(k, ast.Name) and q.id != k.id else None
+    names = call.args[:2]
+    target = statement.targets[0]
+    targets = target.elts if isinstance(target, ast.Tuple) else []
+    if len(targets) != 2 or not all(isinstance(each, ast.Name) for each in (*names, *targets)):
+        return None
+    is_in_place = [each.id for each in targets] == [each.id for each in names]
+    return call if is_in_place and names[0].id != names[1].id else None
 
 
 def find_norm_before(

@@ -221,6 +221,8 @@ class ChunkedLoss:
     def _make_replacement(self, path: str, replacement: Replacement, original: Callable) -> Callable:
         """Return the function with the signature of `original` that calls the replacement."""
         signature = inspect.signature(original)
+        # A user's override may take `**kwargs`, under any name.
+        extra = next((x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD), None)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -231,11 +233,12 @@ class ChunkedLoss:
             call.apply_defaults()
 
             def call_original(**changes: Any) -> Any:
-                call.arguments.update(changes)
+                for name, value in changes.items():
+                    is_parameter = name in signature.parameters or extra is None
+                    (call.arguments if is_parameter else call.arguments[extra])[name] = value
                 return original(*call.args, **call.kwargs)
 
-            # A user's override may take `**kwargs`.
-            arguments = SimpleNamespace(**call.arguments, **call.arguments.get("kwargs", {}))
+            arguments = SimpleNamespace(**call.arguments, **call.arguments.get(extra, {}))
             return replacement.function(self, call_original, arguments)
 
         return wrapper

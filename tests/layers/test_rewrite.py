@@ -213,6 +213,14 @@ class NormedHasAnotherName(Base):
         return q, k, normed
 
 
+class RotatedHasAnotherName(Base):
+    def forward(self, x, r):
+        q = self.q_norm(x.view(2, 1, 3, 8))
+        k = self.k_norm(r.view(2, 1, 3, 8))
+        q_rotated, k_rotated = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q_rotated, k_rotated, q, k
+
+
 class NormsOfAnotherKind(NormBeforeTransposition):
     def __init__(self):
         super().__init__()
@@ -269,6 +277,7 @@ CASES = {
     NormsOfAnotherKind: {"apply_rotary_pos_emb"},
     AnotherTransposition: {"apply_rotary_pos_emb"},
     NormedHasAnotherName: {"apply_rotary_pos_emb"},
+    RotatedHasAnotherName: {"apply_rotary_pos_emb"},
     NormOfAllHeads: {"apply_rotary_pos_emb"},
 }
 

@@ -64,6 +64,22 @@ def test_patched_model_in_the_plain_trainer(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_a_compute_loss_that_takes_any_keyword(tmp_path):
+    class Mine(transformers.Trainer):
+        def compute_loss(self, model, inputs, **options):
+            return super().compute_loss(model, inputs, **options)
+
+    losses = []
+    for flag in (False, True):
+        data = tiny_dataset().map(lambda row: {"labels": row["input_ids"]})
+        args = transformers.TrainingArguments(**options(tmp_path, max_steps=1, per_device_train_batch_size=1))
+        trainer = Mine(tiny_model(), args=args, train_dataset=data)
+        if flag:
+            apply_to(trainer)
+        losses.append(trainer.train().training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def made(cls, config, tmp_path, **more):
     settings = options(tmp_path, **more)
     given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
