@@ -403,7 +403,7 @@ def test_beside_a_sharded_head(ranks):
 def test_other_losses_refuse(make):
     with pytest.raises(
         ValueError,
-        match=f"cp_group: expected None for {make.__name__}, got .*; pass num_items=global_num_items",
+        match=f"cp_group: expected None for {make.__name__}, got .*; for a per-token loss, pass num_",
     ):
         make(cp_group="cp")
 

@@ -272,7 +272,7 @@ BAD = {
         lambda x: MedusaLoss(tp_group="tp")(
             x.hidden, medusa_heads(lambda whole: whole), targets(), base_weight=x.sharded
         ),
-        "head_0: expected .* rows on this rank, as base has, got 47; shard all",
+        "head_0: expected .* rows on this rank, like base, got 47; shard all",
     ),
     "class_weights": (
         lambda x: on_shards(x, targets(), class_weights=torch.ones(V + 1)),

@@ -518,5 +518,5 @@ def test_estimate_is_the_plan(reduction):
     # 3 sequences of 7: rows 1 to 5 of the verifier, for 5 + 4 + 3 pairs.
     passes = 1 if reduction == "mean" else 2
     assert found.other_products == pytest.approx(passes * 5 / 12)
-    with pytest.raises(ValueError, match="steps: expected how many steps"):
+    with pytest.raises(ValueError, match="steps: expected the number of steps"):
         estimate(loss, **sizes)
