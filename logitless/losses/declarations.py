@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -101,8 +101,8 @@ class NumericField(NamedTuple):
         return " or ".join([number, *map(repr, self.others)])
 
 
-def numeric_fields(cls: type) -> Mapping[str, NumericField]:
-    """The numeric fields of a loss class by name, from its annotations and those of its bases."""
+def numeric_fields(cls: type) -> tuple[tuple[str, NumericField], ...]:
+    """(name, field) of the numeric fields of a loss class, from its annotations and those of its bases."""
     numeric: dict[str, NumericField] = {}
     for parent in reversed(cls.__mro__):
         for name, annotation in inspect.get_annotations(parent).items():
@@ -110,7 +110,7 @@ def numeric_fields(cls: type) -> Mapping[str, NumericField]:
             field = _numeric_field(_resolved(annotation, parent))
             if field is not None:
                 numeric[name] = field
-    return numeric
+    return tuple(numeric.items())
 
 
 def _resolved(annotation: object, owner: type) -> object:
@@ -149,7 +149,7 @@ def _numeric_field(annotation: object) -> NumericField | None:
 
 def check_numbers(loss) -> None:
     """Raise TypeError or ValueError unless numeric fields are finite numbers (not strings or bools)."""
-    for name, field in loss.numeric.items():
+    for name, field in loss.numeric:
         value = getattr(loss, name)
         if any(value is literal or value == literal for literal in field.others):
             continue

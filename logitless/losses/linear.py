@@ -156,12 +156,12 @@ class LinearLoss(CheckedCall):
     identity: ClassVar[str] = ""
     # Derived from the class attributes above and from the annotations of the fields.
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
-    numeric: ClassVar[Mapping[str, NumericField]] = MappingProxyType({})
+    numeric: ClassVar[tuple[tuple[str, NumericField], ...]] = ()  # (name, field)
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         cls.roles = MappingProxyType(roles_of(cls))
-        cls.numeric = MappingProxyType(numeric_fields(cls))
+        cls.numeric = numeric_fields(cls)
         complete = cls.terms is not LinearLoss.terms  # False for an abstract base class
         if complete and cls.scope == "token":
             if cls.sequence_inputs:
