@@ -49,8 +49,9 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
     """Run a pass over the supervised rows of a call.
 
     Args:
-        call: one head's share of a call.
-        run: the pass. It changes nothing that outlives its result, as it may run twice.
+        call: the call of one head.
+        run: the pass, called as run(call, rows). It must have no side effects, because it runs a second time
+            if the result of an early projection is discarded.
 
     Returns:
         What `run` returns.

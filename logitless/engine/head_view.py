@@ -148,18 +148,21 @@ def is_head(*arguments: object) -> bool:
 def view_of(head: object, argument: str = "weight", *, called: bool = False) -> HeadView:
     """Return a `HeadView` of a head module.
 
-    The parameters are read in every call, because FSDP and PEFT replace them.
+    Each call of this function reads the parameters from the module. They are not cached, because FSDP and
+    PEFT replace them.
 
     Args:
         head: a module; or a `HeadView`, which is returned unchanged.
         argument: name of the argument, for error messages.
-        called: whether the caller also calls the module, so that its forward hooks run. If False, a module
-            with forward hooks or an overridden `forward` is refused.
+        called: whether the caller also calls the module, so that its forward hooks run. If False, an
+            `nn.Linear` with forward hooks or an instance attribute `forward` is refused. The hooks of FSDP2
+            are allowed. The hooks of a PEFT wrapper are not checked; those of its `nn.Linear` are.
 
     Raises:
         TypeError: `head` is neither a module nor a `HeadView`, or a module of another class than `nn.Linear`
             that has no converter.
-        ValueError: the module has forward hooks or an overridden `forward`, and `called` is False.
+        ValueError: an `nn.Linear` has forward hooks or an overridden `forward`, and `called` is False; or the
+            converter refuses the module.
     """
     if isinstance(head, HeadView):
         return head

@@ -149,7 +149,7 @@ def token_statistics(call: HeadCall) -> Statistics:
     """Compute per-token statistics.
 
     With a frozen head, also compute d logp / d hidden, so that the backward pass need not recompute the
-    logits.
+    logits. It is not computed with a sampling mask or a differentiable entropy; see `keeps_dlogp_dhidden`.
     """
     return over_rows(call, _token_statistics)
 

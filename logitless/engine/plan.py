@@ -111,9 +111,11 @@ class Plan:
         chunks: number of chunks of logits that are projected. A chunk that is projected twice in this pass
             counts twice.
         token_chunk: rows of the largest chunk.
-        parts: the strategies of the groups, if they differ.
+        parts: the distinct strategies of the groups, such as ("resident",) or ("resident", "recompute").
+            Empty if the plan was not made group by group.
         columns: number of logits that are computed per row; 0: the logits of all ids.
-        backward: number of products for the gradient of a chunk: one for d_hidden and one for d_weight.
+        backward: number of products for the gradients of a chunk: 1 if d_hidden is needed, plus 1 if d_weight
+            is needed.
         later: number of products per row in the backward pass if the forward pass only computes statistics
             (`reduction="none"`); 0 in other calls.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not depend on the number of rows.

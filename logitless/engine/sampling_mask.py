@@ -74,9 +74,12 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, ids: Tensor, *, empty: int = -1, missing: str = "raise") -> Self:
-        """Construct a mask from ids (..., k), one set of up to k ids per token.
+        """Construct a mask from padded sets.
 
-        Slots with `empty` are unused.
+        Args:
+            ids: (..., k) int32 or int64, one set of up to k ids per token.
+            empty: the value of slots without an id.
+            missing: as in the constructor.
         """
         _check_ids("ids", ids, "pass token ids, with empty=-1 in the slots without one")
         if ids.dim() < 1:
@@ -100,9 +103,12 @@ class SamplingMask:
         device: torch.device | str | None = None,
         missing: str = "raise",
     ) -> Self:
-        """Construct a mask from one list of ids per token.
+        """Construct a mask from lists.
 
-        None or an empty list keeps the whole vocabulary.
+        Args:
+            kept: one list of ids per token. None or an empty list keeps the whole vocabulary.
+            device: device of the mask. Default: the default device of PyTorch.
+            missing: as in the constructor.
         """
         sets = [[] if ids is None else list(ids) for ids in kept]
         offsets = [0, *accumulate(map(len, sets))]

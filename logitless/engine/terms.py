@@ -55,10 +55,11 @@ ALWAYS_THERE = ("logps", "lse", "lse_residual")
 Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
 # Unit -> the factor of the sum. The key None is for terms with `over=None`.
 Factors = Mapping[str | None, float | Tensor]
-# Sums of the metrics of a slice. A key is a unit followed by the names of the metrics over this unit, and the
-# value is their sums (metrics,). For the unit OWN the value is (2, metrics): the sums of the values, and the
-# sums of the weights.
+# Sums of the metrics of a slice: the rows for which `terms` is called once. A key is a unit followed by the
+# names of the metrics over this unit, and the value is their sums (metrics,). For the unit OWN the value is
+# (2, metrics): the sums of the values, and the sums of the weights.
 Sums = Mapping[tuple[str | None, ...], Tensor]
+# The unit of metrics whose `over` is a tensor of weights.
 OWN = "weights of its own"
 
 

@@ -61,8 +61,7 @@ class LogitlessCallback(TrainerCallback):
         logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
 
     Raises:
-        ValueError: when training begins, if an argument makes the trainer compute its loss from logits, or
-            the trainer always reads logits, as those of `swift rlhf` do.
+        ValueError: when training begins, if `check_trainer` refuses the trainer or its arguments.
     """
 
     def __init__(self, args: Any, trainer: Any, *, logits_budget: int | None = None):
@@ -82,7 +81,13 @@ class LogitlessCallback(TrainerCallback):
 
 
 def check_trainer(args: Any, trainer: Any) -> None:
-    """Raise ValueError if this trainer computes its loss from logits."""
+    """Check that the patched model can compute the loss of this trainer.
+
+    Raises:
+        ValueError: the trainer is not a `Seq2SeqTrainer` (those of `swift rlhf` read logits), an argument
+            makes it compute its loss from logits (`REQUIRED_VALUES`), `sequence_parallel_size` is not 1, or
+            `loss_scale` has other weights than 0 and 1.
+    """
     trainer_name = type(trainer).__name__
     template = trainer.template
     remedy = "take logitless out of --callbacks"

@@ -200,9 +200,15 @@ def _random_tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Ten
 
 
 def _norm_agrees(module: nn.Module, function: Callable, norm: Norm, *, weighted: bool) -> bool:
-    """Whether the norm's results agree with the operator on random rows, with a random weight.
+    """Whether `function` and the fused operator give the same results for random rows in fp32 and bf16.
 
-    The weight of the module itself is not used: it may be all ones, on a GPU, or not loaded yet.
+    The module's weight is not used, because it may be all ones, on a GPU, or not loaded yet.
+
+    Args:
+        module: the norm module, from which both read eps and other attributes. It is not changed.
+        function: the forward function of the module's class.
+        norm: the table entry.
+        weighted: whether the module has a weight. Both then use the same random weight.
     """
     probe = object.__new__(type(module))
     probe.__dict__.update(module.__dict__)

@@ -179,16 +179,18 @@ def linear_cross_entropy(
         bias: (V,).
         ignore_index: targets with this id are not supervised.
         reduction: "mean", "sum" or "none".
-        label_smoothing: in [0, 1].
+        label_smoothing: in [0, 1]: weight of the mean cross-entropy over all ids of the vocabulary. The
+            cross-entropy of the target has the weight 1 - label_smoothing.
         z_loss: weight of lse^2, at least 0.
         dft: dynamic fine-tuning: multiply each token's cross-entropy by the detached probability of its
             target.
-        class_weights: (V,).
-        token_weights: (...), like targets.
+        class_weights: (V,) factors of the cross-entropy of each id, as in `F.cross_entropy`.
+        token_weights: (...) factors of the loss of each token, like targets.
         shift: targets are unshifted labels of the same length: position i predicts targets[i + 1].
         mask: (...), same shape as targets, and shifted with them. Targets with mask 0 (False) are not
             supervised.
-        num_items: divisor of the mean; default: the number of supervised tokens.
+        num_items: divisor of the mean. Default: the number of supervised tokens or, with class_weights, the
+            sum of the class weights of their targets.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 

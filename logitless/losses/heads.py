@@ -21,8 +21,9 @@ HEADS = tuple(f"{prefix}{name}" for prefix in PREFIXES for name in ("weight", "b
 def resolve_heads(loss, arguments: dict) -> tuple:
     """Return (loss, arguments) with every head module or `HeadView` in the arguments replaced by its tensors.
 
-    The returned loss has the softcap and logit_scale of the model's head. For a view with `in_shards`, its
-    `tp_group` is "tp" unless it was set.
+    A LoRA adapter on a head adds columns to its weight and to its hidden states; see `HeadView.operands`. The
+    returned loss has the softcap and logit_scale of the model's head. If the view of `weight` has
+    `in_shards`, the `tp_group` of the returned loss is that of `loss`, or "tp" if that is None.
 
     Raises:
         TypeError: a module without a converter (`head_view.view_of`).

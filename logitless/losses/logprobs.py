@@ -157,6 +157,8 @@ def linear_logprobs(
         weight: (V, H), or the LM head itself, as in every loss.
         targets: (...) int64, or (..., k) for k ids per position.
         bias: (V,).
+        ignore_index: targets with this id are ignored: their statistics are 0, without gradient. With k ids
+            per position, it marks an empty slot.
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
         shift: whether targets are unshifted labels of the same length: position i predicts targets[i + 1],
             and the last position of every sequence predicts nothing. The results are aligned with hidden. A
@@ -165,7 +167,8 @@ def linear_logprobs(
             `shift`.
         sampling_mask: a `SamplingMask` with the ids that the sampler kept for each token. log p, entropy and
             lse are then normalized over these ids. A token with an empty set is normalized over the whole
-            vocabulary. For a token with few ids, only the logits of these ids are computed.
+            vocabulary. For a token with few ids, only the logits of these ids are computed. Only with one id
+            per position.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 
@@ -173,7 +176,8 @@ def linear_logprobs(
         A `TokenLogprobs` (logps, entropy, lse): logps in targets' shape, entropy and lse (...).
 
     Raises:
-        ValueError: shapes or options do not match, or an id is outside the vocabulary.
+        ValueError: shapes or options do not match, an id is outside the vocabulary, or `sampling_mask` is
+            passed with k ids per position.
         TypeError: an option is unknown, or an argument has the wrong type.
 
     Examples:

@@ -130,9 +130,21 @@ class ReferencedLoss(ComparedLoss):
     def read_ref_logps(
         self, ref_logps: Tensor, targets: Tensor, sequences: int, where: str = ""
     ) -> tuple[bool, Tensor]:
-        """Check `ref_logps`.
+        """Check the shape of `ref_logps`.
 
-        Return (whether they are per token, `ref_logps` like targets or (sequences,)).
+        Args:
+            ref_logps: one log-probability per sequence, (sequences,) or (sequences, 1), or per token, in
+                targets' shape or (1, N) in a packed call.
+            targets: (B, T), or packed (N,).
+            sequences: number of sequences.
+            where: text after the expected shape in the error message.
+
+        Returns:
+            (per_token, ref_logps): whether they are per token; in targets' shape if they are, else
+            (sequences,).
+
+        Raises:
+            ValueError: `ref_logps` has another shape, or its shape is ambiguous (see `is_per_sequence`).
         """
         name = "ref_logps"
         if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):

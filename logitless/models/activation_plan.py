@@ -178,10 +178,13 @@ class Counts:
 def upgrades(is_cheap_smaller: Sequence[bool]) -> Iterator[tuple[int, str]]:
     """Yield the upgrades (layer, new level) that lead from all layers "full" to all layers "keep".
 
-    Each level is given to the last layer first: its tensors are freed before the first layer is recomputed.
+    A layer at level "full" is recomputed from its inputs, at "cheap" only the outputs of fused operators are
+    recomputed, and at "keep" nothing is. Each level is given to the last layer first: its tensors are freed
+    before the first layer is recomputed.
 
     Args:
-        is_cheap_smaller: for each layer, whether it holds less at "cheap" than at "keep".
+        is_cheap_smaller: for each layer, whether it holds less at "cheap" than at "keep". If False, the layer
+            has no upgrade to "cheap": it goes from "full" to "keep".
     """
     for layer in reversed(range(len(is_cheap_smaller))):
         if is_cheap_smaller[layer]:

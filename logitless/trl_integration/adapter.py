@@ -71,14 +71,17 @@ class Adapter:
     """Description of one of TRL's trainers.
 
     Attributes:
-        path: "module:Name", if TRL has `NameConfig` and `NameTrainer` in `module`.
-        checks: functions that raise for a trainer whose loss the flag cannot compute; called in every step.
-        attachments: for each attribute of the trainer that may hold a model, what makes its `Attach`.
-        replacements: by the name of a method of the trainer, or by the path "module:name" or
-            "module:Class.method" of something in a module of TRL.
-        active_during: names of the trainer methods during which the replacements in modules are active, the
-            models are attached and `context` is entered. Models are attached during the whole step too.
-        context: makes a context manager that is entered in these methods.
+        path: "module:Name" for the classes `NameConfig` and `NameTrainer` in TRL's module `module`.
+        checks: functions of the trainer, called in every step. They raise if the chunked loss does not
+            support the trainer's options.
+        attachments: name of an attribute of the trainer that may hold a model -> function of the
+            `ChunkedLoss` that returns the `Attach` for this model.
+        replacements: name of a method of the trainer, or path "module:name" or "module:Class.method" of a
+            function of TRL -> its `Replacement`.
+        active_during: names of methods of the trainer. While one of them runs, the functions named by a path
+            are replaced, the models are attached and `context` is entered. Models are also attached during
+            every training and prediction step.
+        context: returns the context manager that is entered while a method of `active_during` runs.
         has_evaluation_loss: whether an evaluation step computes the loss.
         needs_original_to_predict: whether an evaluation step that has to return predictions, which are
             logits, runs without the chunked loss.

@@ -35,8 +35,17 @@ from .versions import require_newest_minor
 
 
 def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
-    """Make the function that computes log-probabilities, the label mask and the fields `names` of TRL's fused
-    output, differentiable as TRL's are."""
+    """Make a function that computes per-token fields of TRL's fused output.
+
+    Args:
+        chunked: the chunked loss of the trainer.
+        *names: fields to compute besides `log_probs` and `label_mask`, such as "entropy".
+
+    Returns:
+        A function of hidden (B, T, H), head (a `HeadView`), labels (B, T), -100 where ignored, and shift,
+        whether position i predicts label i + 1. It returns the fields by name: (B, T), or (B, T - 1) with
+        shift. They have a gradient if TRL's have one.
+    """
     trainer = chunked.trainer
     uses_fp32_head = getattr(trainer.args, "cast_lm_head_to_fp32", False)
     rounds_to_bf16 = needs_server_rounding(trainer)

@@ -70,19 +70,20 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def strided(x: Tensor, step: int = 2) -> Tensor:
-    """`x` as every `step`-th number of a tensor whose others are wrong: no index for integers, NaN for the
-    rest."""
+    """Return the values of `x` as a view whose last stride is `step`.
+
+    The elements in between are NaN, or `~x` for integers, which is negative for an id.
+    """
     junk = torch.full_like(x, float("nan")) if x.is_floating_point() else ~x
     return torch.stack((x, *[junk] * (step - 1)), dim=-1)[..., 0]
 
 
 def offset(x: Tensor) -> Tensor:
-    """`x` in the middle of something longer."""
+    """Return the values of `x` as a view with an offset: one invalid row before them and one after them."""
     junk = torch.full_like(x[:1], float("nan")) if x.is_floating_point() else ~x[:1]
     return torch.cat((junk, x, junk))[1:-1]
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The first number of every row of `x`, seen as a whole row of them (of a vector: the first number of
-    all)."""
+    """Return the first element of each row of `x`, expanded (stride 0) to the shape of `x`."""
     return x[..., :1].expand(x.shape)

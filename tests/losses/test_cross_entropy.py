@@ -40,8 +40,8 @@ FACTORS = {
     "dft": [False, True],
     "compact": [True, False],
 }
-# Options of the loss object (the others are arguments of its call), and those of them that leave the equation
-# alone.
+# FIELDS: the options of the loss object. All other options are arguments of its call.
+# ENGINE: the fields that do not change the equation. They are not passed to the reference.
 FIELDS = {field.name for field in fields(CrossEntropyLoss)}
 ENGINE = {"logits_budget", "compact", "logits_dtype", "accum_dtype"}
 

@@ -275,9 +275,10 @@ def ppo(
     advantages: Tensor,  # as targets
     **options,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Proximal policy optimization with a clipped ratio: `grpo` of loss type "bnpo", advantages per token.
+    """Proximal policy optimization with a clipped ratio and one advantage per token.
 
-    `loss = 1 / N Σ_t -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t)` over the `N` tokens that count.
+    `loss = 1 / M Σ_t -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t)`, where the sum is over the `M` supervised
+    tokens. The options and results are those of `grpo`, whose loss type "bnpo" is this loss.
 
     References:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7.

@@ -124,8 +124,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             **STALE,
         },
         {"distillation_topk": 10, "num_loss_tokens_to_skip": 6, "family": "tied"},
-        # The teacher is the same model under another adapter, or none: with its own head, where the adapter
-        # has one.
+        # The teacher is the student's model with another adapter ("ema") or without an adapter ("base"). With
+        # modules_to_save, student and teacher have different heads.
         {"lora": {}, "teacher_model_kind": "base", "distillation_mode": "full_logits"},
         {"lora": {}, "teacher_model_kind": "ema", "distillation_mode": "full_logits"},
         {

@@ -20,8 +20,8 @@ AS_GIVEN = {"skip_prepare_dataset": True}
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all_tokens", "masked"])
 def test_gradient_accumulation(tmp_path, loss_type, masked):
-    """Batches of unequal length, so dividing by each one's own count would show. With `masked`, some hold no
-    label at all."""
+    """The batches have different numbers of labels, so that division by the number of labels of one batch
+    would change the loss. With `masked`, some batches have no label."""
     runs = side_by_side(
         tmp_path,
         "SFT",

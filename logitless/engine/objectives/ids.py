@@ -36,17 +36,17 @@ SLOT_BYTES = 160
 
 
 class Reader(NamedTuple):
-    """The arguments of the kernels that compute statistics of several ids per token from a chunk of logits.
+    """Computes statistics of several ids per token from a chunk of logits, and holds the kernels' arguments.
 
-    The logits have this rank's columns. ids (n, k) are ids of the whole vocabulary; a negative id is an empty
-    slot.
+    `logits` (n, columns) are the chunk's logits of this rank's part of the vocabulary. `ids` (n, k) are ids
+    of the whole vocabulary; a negative id is an empty slot.
     """
 
     head: LogitTransform
     bias: Tensor | None  # (columns,)
     vocabulary: WholeVocabulary
     V: int
-    targets: Tensor  # (n,) `ignored` for ignored rows, else a column that does not exist
+    targets: Tensor  # (n,) `ignore_index` in ignored rows, else a column that no head has
     ignore_index: int
     dtype: torch.dtype  # dtype of the statistics
 

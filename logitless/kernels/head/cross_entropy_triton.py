@@ -102,7 +102,8 @@ def statistics_of_row(others, others_z, drop_y, shift):
     """Return (total, log total, log p(target), lse, lse_residual, entropy) of a row.
 
     `others` and `others_z` are the sums of e = exp(z - shift) and of e (z - shift) without the target.
-    `drop_y` is z - shift of the target. The total is the sum of e including the target."""
+    `drop_y` is z - shift of the target. The total is the sum of e including the target. `lse_residual` is the
+    rounding error of lse: lse + lse_residual is the log-sum-exp before rounding."""
     e_y = tl.exp(drop_y)
     total = others + e_y
     log_total = tl.log(total)

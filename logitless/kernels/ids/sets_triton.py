@@ -21,8 +21,8 @@ from logitless.kernels.head.cross_entropy_triton import (
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# SLOTS and BLOCK: number of slots that are processed at a time, and numbers of each slot's row, if rows of
-# the head are read. READ: number of slots at a time if only logits are read.
+# Kernels that read rows of the head: SLOTS slots at a time, BLOCK elements of the row (H) of each slot, and
+# WARPS warps per program. Kernels that only read logits: READ slots at a time, and one warp per program.
 SLOTS, BLOCK, READ, WARPS = 8, 1024, 64, 4
 
 

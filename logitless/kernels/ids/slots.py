@@ -128,9 +128,10 @@ def sparse_grad(
     """Compute the gradients of the products from the gradients of the statistics.
 
     Returns:
-        (n, k) ids, each in its first slot, with -1 in all other slots and in ignored rows; (n, k) d loss / d
-        products of the ids, which are equal in slots with equal ids; (n,) the row factor of p for all other
-        ids, without the part of the entropy.
+        (ids, d_products, factor). ids (n, k): each id in its first slot, and -1 in all other slots and in
+        ignored rows. d_products (n, k): d loss / d product of each slot's id, which is equal in slots with
+        equal ids, and 0 in empty slots and in ignored rows. factor (n,): the gradient of the logit of any
+        other id r is factor * p_r plus the part of the entropy, which is not included; 0 in ignored rows.
     """
     ids, logps = stats["ids"], stats["logps"]
     if _runs(logps, ids):
