@@ -20,7 +20,7 @@ EVERY_LOSS = "logitless.losses.linear.LinearLoss"
 # Bases whose options have an anchor each, `logitless.TokenLoss(return_logps)`, and what the others call them.
 ANCHORED = {"logitless.TokenLoss": "losses of tokens", EVERY_LOSS: "every loss"}
 # Packages whose names are public, and the dict of those that they import with their first use.
-PACKAGES = {"": None, "models": "_HOMES", "trl_integration": "PLACES", "kernels": None}
+PACKAGES = {"": None, "models": "_MODULES", "trl_integration": "MODULES", "kernels": None}
 
 
 class Docstrings(griffe.Extension):

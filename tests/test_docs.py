@@ -2,6 +2,7 @@
 block to its last. A block that is left out says so, and why, in a title that readers see."""
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -164,3 +165,16 @@ def test_recipes_have_the_numbers_of_their_formulas(recipes, name, V):
     torch.testing.assert_close(ours, value, rtol=2e-6, atol=1e-6, check_dtype=False)
     for x, y in zip(found, truth):
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_reference_reads_names_that_exist():
+    """docs/docstrings.py reads which names of a package are public from the package's source."""
+    source = ast.parse((ROOT / "docs" / "docstrings.py").read_text())
+    [packages] = [
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES"
+    ]
+    for package, attribute in packages.items():
+        module = importlib.import_module(".".join(filter(None, ("logitless", package))))
+        assert attribute is None or hasattr(module, attribute)
