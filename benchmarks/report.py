@@ -100,6 +100,8 @@ def origin(document: dict, *runs: tuple[Path, dict]) -> str:
     lines = [f"* Versions: {versions}."]
     if absent:
         lines.append(f"* Not measured: {absent}.")
+    if stopped := document.get("stopped"):
+        lines.append(f"* Not finished: {stopped}.")
     lines += [f"* `benchmarks/results/{path.name}`: `{run['command']}`" for path, run in runs]
     return folded("Versions and commands", "\n".join(lines))
 

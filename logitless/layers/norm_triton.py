@@ -138,7 +138,10 @@ def norm_backward_kernel(
             masks = masks + ((row < rows) & (cols[1] < columns),)
         sum_gz = 0.0
         sum_g = 0.0
-        gs, zs, new_d_weights, new_d_biases = (), (), (), ()
+        gs = ()
+        zs = ()
+        new_d_weights = ()
+        new_d_biases = ()
         for part in tl.static_range(len(cols)):
             col, mask = cols[part], masks[part]
             # Where the mask is False g is 0, so the value of z there does not matter.

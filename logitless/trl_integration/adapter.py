@@ -2,9 +2,9 @@
 
 The trainers of this package and `apply_to` both call `enable`. It changes one trainer, whose methods are
 replaced on the instance. The forward passes of the trainer's models and the functions in TRL's modules are
-replaced only while the trainer computes a loss (`ChunkedLoss.attach_models`). Between two losses they are as
-TRL left them, for other trainers, copies and other callers, and whatever was put on a model since then takes
-part in the next loss.
+replaced only while the trainer computes a loss (`ChunkedLoss.attach_models`). Between two losses the models
+have the forward passes that TRL gave them, so other trainers, copies and other callers see no change. A hook
+or wrapper that is added to a model between two losses runs in the next loss.
 
 A replacement may silently go unused, if TRL or the user calls another function. So each training step and
 each evaluation step checks, before the optimizer's step, that every required replacement was called, and that
