@@ -12,7 +12,7 @@ The rules, which every subcommand keeps by going through `measure.py`:
   are made from it.
 
 `compare` alone goes another way: it measures two checkouts of the library, without peers and without a truth
-    (`compare_trees.py`).
+(`compare_trees.py`).
 
 A new objective adds one module like `ce.py` (shapes, inputs, truth, yardstick, goals: an `Objective`), one
 like `ce_peers.py`, and one command in `__main__.py`; with its name in `TABLES` there, and markers in

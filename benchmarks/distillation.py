@@ -61,11 +61,10 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tenso
     as if both were trained.
 
     As in cross-entropy's inputs, each row leans to one token and to a rival among 64 frequent ones by random
-    amounts, here in both
-    models by amounts that mostly agree: two thirds of the rows give one token more than half, and the
-        divergence is about 0.1.
-    On plain noise it would be that of two nearly uniform distributions, where the log ratio is small
-    everywhere and its mean, the one term of the gradient that needs the whole row, hardly counts.
+    amounts. The amounts of both models mostly agree: two thirds of the rows give one token a probability
+    above 0.5, and the divergence is about 0.1. Inputs of plain noise would give two nearly uniform
+    distributions, whose log ratio is small everywhere, so that its mean, the one term of the gradient that
+    needs the whole row, would hardly matter.
     """
     random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     N, V = shape.N, shape.V

@@ -95,16 +95,13 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, ...]:
     ref_weight of the same shapes.
 
     As in cross-entropy's inputs, each row leans to its target and to a rival among 64 frequent tokens by
-    random amounts. The policy
-    leans more to the tokens of rejected sequences: their share of ORPO's gradient, a twentieth otherwise,
-        then is too large to miss.
+    random amounts. The policy leans more to the tokens of rejected sequences, so that an error in their share
+    of ORPO's gradient, otherwise a twentieth, is too large to miss.
 
-    The reference has noise of its own and the same leanings, but of every other pair, from the first, it
-    prefers the chosen sequence
-    by far: those pairs are lost, and their sigmoid saturated. bf16 logits put 0.01 on a log-probability,
-        hence 0.08 on the sigmoid
-    of a pair of 2,048 tokens. Without lost pairs, which make the loss large, right results would miss its
-    limit.
+    The reference model has different noise and the same leanings. Of every second pair, beginning with the
+    first, it prefers the chosen sequence by far: the sigmoid of these pairs is saturated. Rounding the logits
+    to bf16 changes a log-probability by 0.01, and so the sigmoid of a pair of 2,048 tokens by 0.08. The
+    saturated pairs make the loss large: without them, correct results would exceed the limit of its error.
     """
     random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     B, T, H, V = shape.pairs, shape.T, shape.H, shape.V

@@ -35,8 +35,8 @@ def chunked_gemms(
 
     `constant` heads, a teacher's or a reference model's, give their logits and need no gradient; a `frozen`
     one needs d_hidden alone. Each chunk's d_weight overwrites the last, which costs less than any real loss
-    can; `fp32_d_weight` accumulates it in
-    fp32 as logitless does by default (CUDA only: `out_dtype` does not exist on a CPU).
+    can; `fp32_d_weight` accumulates it in fp32 as logitless does by default (CUDA only: `out_dtype` does not
+    exist on a CPU).
     """
     hidden, weight = hidden.detach(), weight.detach()
     (N, H), V = hidden.shape, weight.shape[0]

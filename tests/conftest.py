@@ -47,8 +47,8 @@ def pytest_collection_finish() -> None:
 def spare_the_collector() -> None:
     """Takes what is there, nearly half a million objects, out of later garbage collections.
 
-    Accelerate collects several times per training run, which took 11 of 25 s of
-    trainers' tests, and 3 of 18 so.
+    Accelerate collects several times per training run: 11 of 25 s of the trainers' tests, and 3 of 18 s after
+    this call.
     """
     gc.collect()
     gc.freeze()

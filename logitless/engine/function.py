@@ -175,15 +175,14 @@ class FusedLinearBase(torch.autograd.Function):
     7. `backward` returns one gradient per trained tensor, and None for all other tensors.
 
     FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the arguments of the
-        Function are
-    plain tensors. The autograd node of this gather averages d_weight over the ranks after step 7.
+    Function are plain tensors. The autograd node of this gather averages d_weight over the ranks after step
+    7.
 
     tp_group: `weight` is this rank's shard (V_r, H). The passes exchange statistics per token and all-reduce
     d_hidden; d_weight (V_r, H) is complete without a collective.
 
     cp_group: `hidden` contains the tokens of this rank's slices. Every rank gets the loss of the whole
-        sequences, d_hidden
-    of its tokens, and its contribution to d_weight, which the caller sums over the group.
+    sequences, d_hidden of its tokens, and its contribution to d_weight, which the caller sums over the group.
 
     torch.compile: Dynamo traces `forward` and `backward`. Each pass in them is one opaque operator
     (`operators`), so that the chunk loop is not unrolled. The results do not contain a `Plan`.

@@ -41,17 +41,16 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
     10. `head.scatter`: wait for the sum, run the backward pass of the layers, and write the rows of d_hidden.
 
     FSDP2: the loop does not depend on it. The head is a gathered plain tensor, and its gradient is reduced
-        after the
-    backward pass of the Function.
+    after the backward pass of the Function.
 
     tp_group: all ranks run the same steps, because they plan for the largest shard. Step 3 gathers the
-        statistics of a
-    chunk from all shards and merges them. Steps 8 to 10 sum d_features. d_weight needs no collective.
+    statistics of a chunk from all shards and merges them. Steps 8 to 10 sum d_features. d_weight needs no
+    collective.
 
     cp_group: the ranks have different rows, and may run different numbers of chunks. For a loss of sequences,
-        all rows of
-    a rank form one group, and the ranks exchange sums in the single evaluation (step 5). For a loss of single
-    tokens, the loop has no collective, and `objectives.base.settled` sums the loss after the loop.
+    all rows of a rank form one group, and the ranks exchange sums in the single evaluation (step 5). For a
+    loss of single tokens, the loop has no collective, and `objectives.base.settled` sums the loss after the
+    loop.
 
     torch.compile: the loop runs eagerly in the body of an operator (`operators`), and Dynamo does not trace
     it.

@@ -90,8 +90,7 @@ class DistillationLoss(LogitsLoss):
     per token are computed.
 
     Metrics: soft_loss, hard_loss, entropy (of the student), token_accuracy, and agreement (whether student
-        and
-    teacher have the same arg-max). hard_loss and token_accuracy are 0 without targets.
+    and teacher have the same arg-max). hard_loss and token_accuracy are 0 without targets.
 
     References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. (GKD), 2023,
     https://arxiv.org/abs/2306.13649; Ko et al. (DistiLLM), 2024, https://arxiv.org/abs/2402.03898; Wen et al.

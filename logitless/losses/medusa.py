@@ -146,8 +146,7 @@ class MedusaLoss(MultiHeadLoss):
     Only tensors that require a gradient get one. Freeze the backbone and the base head for stage 1.
 
     Metrics: base/loss, base/accuracy, head_{k}/loss and head_{k}/accuracy (top-1). The losses are not
-        multiplied by the
-    coefficients.
+    multiplied by the coefficients.
 
     Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.2.
 

@@ -90,17 +90,15 @@ class SpeculatorLoss(LogitsLoss):
         num_items: the divisor of the mean of every step; default the number of pairs of the step.
 
     A pair counts if the token that the verifier's row predicts is in the same sequence as row i of step 0,
-    and is
-    supervised: its mask is not 0, and its label is not `ignore_index`. The pairs of row i in all steps form a
-        chain.
+    and is supervised: its mask is not 0, and its label is not `ignore_index`. The pairs of row i in all steps
+    form a chain.
 
     With reduction="none", the loss has shape (S, B, T). The values are multiplied by the coefficients, and
     are 0 for pairs that do not count.
 
     Metrics: step_{k}/loss; step_{k}/acceptance (alpha); step_{k}/agreement (whether draft and verifier have
-        the same
-    most probable id); step_{k}/conditional_agreement (the agreement of the pairs whose earlier steps all
-    agreed); accepted_length and expected_length, the mean number of tokens per verifier pass in greedy
+    the same most probable id); step_{k}/conditional_agreement (the agreement of the pairs whose earlier steps
+    all agreed); accepted_length and expected_length, the mean number of tokens per verifier pass in greedy
     decoding and in sampling, including the verifier's token. The metrics describe teacher-forced drafts. On
     text that the verifier did not generate, the number of accepted tokens in decoding differs.
 

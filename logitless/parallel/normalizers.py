@@ -18,10 +18,8 @@ def global_num_items(
 
     With this `num_items`, the average of the losses of all ranks is the mean over all tokens, and the average
     of their gradients, which DDP and FSDP compute, is the gradient of this mean. The distribution of the
-    tokens over the ranks is
-    arbitrary: ranks may have different samples (data parallelism) or different tokens of the same samples
-        (sequence or
-    context parallelism), and a rank may have no tokens.
+    tokens over the ranks is arbitrary: ranks may have different samples (data parallelism) or different
+    tokens of the same samples (sequence or context parallelism), and a rank may have no tokens.
 
     Args:
         items: this rank's targets, which are counted except for `ignore_index` (for unshifted labels, pass

@@ -1,11 +1,10 @@
 """Statistics and gradients of one chunk of logits (C, V), for all losses of log-probabilities.
 
-    token_statistics   logits -> log p(target), log-sum-exp and, if requested, entropy, weighted sum of
-    logits,
-                       log sum p^2, top-1 flag
+    token_statistics   logits -> log p(target), log-sum-exp and, if requested, entropy, top-1 flag, weighted
+                       sum of logits, log sum p^2
     logprob_gradient   token_statistics and d log p(target) / d logits, in place, in a single pass over the
-    logits logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token
-    statistics
+                       logits
+    logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token statistics
 
 With z the logits after the head transform (`kernels/head/transform.py`), p = softmax(z) and y the target:
 

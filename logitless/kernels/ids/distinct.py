@@ -1,7 +1,8 @@
 """The distinct kept ids of each row, the kind of each row, and the slots of the rows of a kind.
 
     distinct_ids    sort the ids of all rows, mark the first of equal ids, count distinct ids, and check the
-    sets slots_of        return the slots of the rows of one kind
+                    sets
+    slots_of        return the slots of the rows of one kind
 
 These operators run before the first product of a call, while the GPU waits for the host. The Triton kernels
 are in `distinct_triton.py`.
