@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from logitless.engine import operators, passes
-from logitless.engine.call import HeadCall
+from logitless.engine.call import HeadCall, Signature, pack, unpack
 from logitless.engine.gradients import finish
-from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
 from logitless.errors import value_error
 
@@ -161,7 +160,7 @@ class FusedLinearBase(torch.autograd.Function):
     Steps:
 
     1. A loss checks and flattens its arguments (`call.prepare`). `run_calls` packs the heads into a flat list
-       of tensors and a `Signature` (`packing.pack`), and applies this Function.
+       of tensors and a `Signature` (`call.pack`), and applies this Function.
     2. `forward` unpacks the list into one `HeadCall` per head and runs a pass: `passes.solve` for a reduced
        loss, `passes.token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the chunks and runs the chunk loop (`loop.run`).

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine import passes
-from logitless.engine.call import HeadCall, TrainedIndices, d_hidden_dtype
+from logitless.engine.call import HeadCall, Part, Signature, TrainedIndices, d_hidden_dtype, unpack
 from logitless.engine.gradients import Gradients, finish, finished_sums
-from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
 from logitless.errors import value_error
 

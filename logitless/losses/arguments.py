@@ -1,16 +1,21 @@
-"""`CallArguments`: the arguments of one call of a loss, before they become the engine's `HeadCall`."""
+"""`CallArguments`: the arguments of one call of a loss, before they become the engine's `HeadCall`; and the
+checks of their names and types.
+"""
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from logitless.engine.call import HeadCall, prepare
 from logitless.engine.layout import SequenceLayout
-from logitless.engine.operands import SplitHead
+from logitless.engine.operands import SplitHead, check_data
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.spec import LossSpec
+from logitless.errors import type_error
 
 
 @dataclass
@@ -87,3 +92,124 @@ SHARED = (
     "accumulate_now",
     "grad_scale",
 )
+
+# Remedy if the output object of a model was passed as hidden states.
+ALONE = "pass only the hidden states, such as outputs.last_hidden_state"
+# Class attributes of a loss that add the hidden states, weight and bias of another model to its call, and the
+# prefixes of these arguments.
+MODELS = {"teacher": "teacher", "reference": "ref"}
+MASK = "mask", "pass it as mask", "set the targets to ignore_index where it is off"
+# Argument names of other libraries -> (the corresponding argument of logitless, remedy if the call accepts
+# it, remedy if it does not).
+SYNONYMS = {
+    "attention_mask": MASK,
+    "completion_mask": MASK,
+    "loss_mask": MASK,
+    "padding_mask": MASK,
+    "labels": ("targets", "pass them as targets (shift=True takes unshifted labels)", ""),
+    "position_ids": (
+        "cu_seqlens",
+        "pass the boundaries of the packed sequences as cu_seqlens",
+        "take a loss whose call has cu_seqlens",
+    ),
+    "teacher_logits": (
+        "teacher_hidden",
+        "pass teacher_hidden and teacher_weight, of which they are the product",
+        "take a DistillationLoss, with teacher_hidden and teacher_weight",
+    ),
+    "num_items_in_batch": ("num_items", "pass it as num_items", "leave it out"),
+    "ce_weight": ("class_weights", "pass it as class_weights", "take a loss whose call has class_weights"),
+    "old_per_token_logps": ("old_logps", "pass it as old_logps", "take a loss whose call has old_logps"),
+}
+
+
+class CheckedCall:
+    """Base class of the losses, which raises for unknown keyword arguments and for wrong argument types."""
+
+    # Declared inputs that `prepare` or `__call__` computes. They are not keyword arguments of the call.
+    internal_inputs: ClassVar[tuple[str, ...]] = ()
+    # Inputs of the call that are not single tensors, such as a pair of tensors.
+    structured_inputs: ClassVar[tuple[str, ...]] = ()
+    # Keyword arguments of the call, derived from the signatures of `__call__` and from the declared inputs.
+    keywords: ClassVar[tuple[str, ...]] = ()
+    # Remedies for unknown keyword arguments. A key is the full name, or the part before the first underscore.
+    remedies: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        cls.keywords = call_keywords(cls)
+
+    def check_call(self, given: Iterable[str], **tensors: object) -> None:
+        """Raise TypeError for unknown keyword names in `given`, and for `tensors` that are not tensors."""
+        unknown = [name for name in given if name not in self.keywords]
+        if unknown:
+            taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
+            name = unknown[0]
+            remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
+            remedy = remedy or meant(name, self.keywords)
+            raise type_error("inputs", taken, ", ".join(unknown), remedy)
+        for name, x in tensors.items():
+            if x is not None and not isinstance(x, Tensor):
+                raise type_error(
+                    name,
+                    "a tensor",
+                    type(x).__name__,
+                    (isinstance(x, (tuple, list)) and self._remedy(name))
+                    or (ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"),
+                )
+            if x is not None and x.is_meta:
+                check_data(**{name: x})
+
+    def _remedy(self, name: str) -> str | None:
+        return self.remedies.get(name) or self.remedies.get(name.partition("_")[0])
+
+
+def call_keywords(cls: type) -> tuple[str, ...]:
+    """The keyword arguments of a loss's call, in alphabetical order."""
+    names: set[str] = set()
+    for owner in cls.__mro__:
+        if "__call__" not in vars(owner):
+            continue
+        parameters = inspect.signature(vars(owner)["__call__"]).parameters.values()
+        names |= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+        # `**arguments` are passed to the base class. `**unknown` catches unknown names, for which the call
+        # raises.
+        rest = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
+        if rest in ([], ["unknown"]):
+            break
+    else:
+        kinds = ("token", "prediction", "sequence", "vocabulary", "shared")
+        declared = (getattr(cls, f"{kind}_inputs") for kind in kinds)
+        names |= {name for inputs in declared if isinstance(inputs, tuple) for name in inputs}
+        models = [prefix for model, prefix in MODELS.items() if getattr(cls, model)]
+        names |= {f"{prefix}_{what}" for prefix in models for what in ("hidden", "weight", "bias")}
+    return tuple(sorted(names - set(cls.internal_inputs)))
+
+
+def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
+    """Raise TypeError for names in `given` that are not in `allowed`.
+
+    The remedy suggests a name in `allowed` or in `arguments`.
+    """
+    unknown = [name for name in given if name not in allowed]
+    if unknown:
+        raise type_error(
+            "options",
+            f"any of {', '.join(allowed)}",
+            ", ".join(unknown),
+            synonym(unknown[0], (*allowed, *arguments)) or meant(unknown[0], (*allowed, *arguments)),
+        )
+
+
+def synonym(name: str, allowed: Iterable[str]) -> str:
+    """The remedy for a name in `SYNONYMS`; "" for any other name."""
+    if name not in SYNONYMS:
+        return ""
+    argument, taken, refused = SYNONYMS[name]
+    return taken if argument in allowed else refused
+
+
+def meant(name: str, choices: Iterable[str]) -> str:
+    """The remedy for a misspelled name: the most similar name in `choices`."""
+    close = difflib.get_close_matches(name, choices, n=1)
+    return f"perhaps {close[0]} is meant" if close else "leave it out"

@@ -10,11 +10,10 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import value_error
-from logitless.losses.arguments import CallArguments
+from logitless.losses.arguments import CallArguments, check_options
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
-from logitless.losses.keywords import check_options
 
 
 @dataclass(frozen=True, kw_only=True)

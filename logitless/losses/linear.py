@@ -22,7 +22,7 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
-from logitless.losses.arguments import SHARED, CallArguments
+from logitless.losses.arguments import SHARED, CallArguments, CheckedCall
 from logitless.losses.declarations import (
     NumericField,
     check_class,
@@ -33,7 +33,6 @@ from logitless.losses.declarations import (
 )
 from logitless.losses.heads import HEADS, resolve_heads
 from logitless.losses.inputs import HeadWeight, Reduction
-from logitless.losses.keywords import CheckedCall
 from logitless.losses.output import LossOutput, aligned
 from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import process_group

@@ -13,10 +13,10 @@ from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
+from logitless.losses.arguments import check_options
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
-from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsStatistics, logprobs_of_ids
 
 # The type of the returned entropy, which depends on the argument `entropy`.

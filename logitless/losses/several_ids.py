@@ -14,9 +14,9 @@ from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
+from logitless.losses.arguments import check_options
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
-from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
 
 

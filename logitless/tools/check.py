@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, is_dataclass, replace
 import torch
 from torch import Tensor
 
-from logitless.engine.call import HeadCall
+from logitless.engine.call import HeadCall, pack, unpack
 from logitless.engine.function import CallResult, Mode, replaced, run_calls
-from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
 from logitless.errors import type_error, value_error

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from logitless.engine.budget import budget_of_memory, default_budget
-from logitless.engine.call import HeadCall, d_hidden_dtype
+from logitless.engine.call import HeadCall, d_hidden_dtype, pack, unpack
 from logitless.engine.choose import resolve_rows
 from logitless.engine.function import CallResult, Mode, replaced
 from logitless.engine.gradients import sum_dtypes
-from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_dlogp_dhidden, plan_for
 from logitless.engine.plan import MIB, Kind, Pass, Plan
 from logitless.engine.sampling_mask import SamplingMask

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import HeadCall
+from logitless.engine.call import HeadCall, pack, unpack
 from logitless.engine.function import CallResult, Mode
 from logitless.engine.objectives.base import batch_of
 from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.objectives.logits import LogitsObjective
-from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import Span
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows

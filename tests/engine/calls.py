@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from logitless.engine.call import HeadCall, prepare
-from logitless.engine.packing import pack, unpack
+from logitless.engine.call import HeadCall, pack, prepare, unpack
 
 OPTIONS = ("num_items", "shift", "cu_seqlens")
 

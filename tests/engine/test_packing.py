@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss
-from logitless.engine.call import HeadCall, Layers
+from logitless.engine.call import HeadCall, Layers, pack, unpack
 from logitless.engine.gradients import finished_sums
 from logitless.engine.operands import SplitHead
-from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import solve
 from logitless.kernels import fused_projection
 from logitless.parallel.vocabulary import Shards

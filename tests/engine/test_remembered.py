@@ -13,7 +13,7 @@ from torch import nn
 
 from logitless import CrossEntropyLoss, GRPOLoss, JSDLoss, LogitsLoss, SimPOLoss, Term, linear_cross_entropy
 from logitless.engine import budget, choose, compiled, early_projection, operators, remembered, terms
-from logitless.engine.packing import Signature
+from logitless.engine.call import Signature
 from logitless.losses import declarations
 from logitless.losses.base import LinearLoss
 from tests.ranks import in_processes

@@ -20,7 +20,7 @@ which the twin runs on every device. Bias and class weights are converted to thi
 stride. The rows of the logits and of their gradient must be contiguous.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -52,19 +52,22 @@ class TokenBuffers:
     # Fourth level.
     log_sum_sq_probs: Tensor | None = None
 
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, x) for name in _NAMES if (x := getattr(self, name)) is not None)
+    def items(self) -> list[tuple[str, Tensor]]:
+        """(name, buffer) of the requested statistics, in the order of the fields."""
+        return [(name, x) for name, x in vars(self).items() if x is not None]
 
     def pointers(self) -> list[Tensor]:
         """All statistics in order, as arguments of a kernel; lse replaces a statistic that is None."""
         return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
-        buffers = dict(self.items())
-        # A slice of all rows needs no views, which would cost host time before the first product.
-        if isinstance(rows, slice) and all(rows.indices(len(x)) == (0, len(x), 1) for x in buffers.values()):
-            return self
-        return TokenBuffers(**{name: x[rows] for name, x in buffers.items()})
+        buffers = self.items()
+        if isinstance(rows, slice) and buffers:
+            n = len(buffers[0][1])
+            # A slice of all rows needs no views, which would cost host time before the first product.
+            if rows.indices(n) == (0, n, 1):
+                return self
+        return TokenBuffers(**{name: x[rows] for name, x in buffers})
 
 
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
