@@ -106,7 +106,10 @@ class Batch:
 
     @property
     def shows_shapes(self) -> bool:
-        """Whether the slice has several rows, sequences and pairs, so that wrong shapes are detectable."""
+        """Whether a wrong shape of a term is detectable in this slice.
+
+        The slice must have several rows and, for a loss of sequences, at least two pairs of sequences.
+        """
         return self.targets.shape[0] > 1 and (self.segments is None or self.segments.lengths.shape[0] > 3)
 
     @cached_property

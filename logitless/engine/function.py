@@ -6,8 +6,8 @@ It runs in one of four modes:
   multiplies the gradients by this factor and by the upstream gradient, and casts d_weight in the same kernel.
 * `PER_TOKEN`: the forward pass returns per-token statistics, and ordinary autograd differentiates the
   caller's function of these statistics. The backward pass receives the gradients of the statistics and
-  recomputes the chunks of logits. With a frozen head it does not recompute them, but scales d logp / d
-  hidden, which the forward pass saved.
+  recomputes the chunks of logits. With a frozen head, no sampling mask and a loss of log p and lse only, the
+  forward pass saves d logp / d hidden instead, and the backward pass scales it.
 * `ACCUMULATE_IN_BACKWARD`: the forward pass computes the loss without gradients. The backward pass computes
   loss and gradients, and adds d_weight to the caller's main gradient. Between both passes, no tensor of the
   size of d_weight is kept.

@@ -177,7 +177,10 @@ class _Counts(NamedTuple):
         return self.numbers[: self.sequences] if self.marks else None
 
     def added_up(self, numbers: list[int]) -> list[int]:
-        """Given `numbers` on the host, return one total per quantity, then the tokens per sequence."""
+        """Return the total of each quantity, then the tokens of each sequence if they were counted.
+
+        `numbers`: the values of `self.numbers` on the host, which other counts may follow.
+        """
         end = self.marks * self.sequences
         tables = [numbers[start : start + self.sequences] for start in range(0, end, self.sequences or 1)]
         return [*map(sum, tables), *numbers[end:], *(tables[0] if tables else ())]

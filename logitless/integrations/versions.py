@@ -21,7 +21,10 @@ NOT_INSTALLED = "no installation"
 
 
 def installed_version(framework: str) -> str:
-    """The installed version of a framework, a key of `FRAMEWORKS`, or `NOT_INSTALLED`."""
+    """Return the installed version of `framework`, which is a key of `FRAMEWORKS`.
+
+    `NOT_INSTALLED` if it is not installed.
+    """
     try:
         return version(FRAMEWORKS[framework].package)
     except PackageNotFoundError:

@@ -101,7 +101,8 @@ def specialization_key(operands: Sequence) -> list:
     """Specialization key of the operands, with the properties on which Triton specializes.
 
     Integers: whether equal to 1, multiple of 16 or neither, and whether 32 or 64 bits. Tensors: dtype and
-    16-byte alignment.
+    16-byte alignment. Tensor descriptors: dtype and block shape. Other operands: type.
+
     This is a single expression, because it runs in every launch for up to thirty operands.
     """
     return [

@@ -10,13 +10,15 @@ With z the normalized row, g = d_y * weight and s = 1 / sqrt(mean(h^2) + eps):
 
     d_h = s (g - z mean(g z)), LayerNorm: - s mean(g)            d_weight = sum over rows of d_y z
 
-All computations are in fp32. `rounding` is the place where the result is rounded, in which models differ:
+The backward pass of `add_rms_norm` adds the upstream gradient of h to d_h. All computations are in fp32 (fp64
+for fp64 operands). `rounding` selects where n(h) is rounded; models differ in this:
 
     llama    z is rounded to h's dtype, then multiplied by weight: the result has the wider dtype of the two
     single   z * weight is rounded once, to h's dtype (OLMo 2, gpt-oss)
     gemma    z * (1 + weight) is rounded once, to h's dtype
 
-h (x if there is no addition) and one or two fp32 numbers per row are saved for the backward pass.
+`rms_norm_add` rounds its sum to the wider dtype of residual and n(x). The input of the norm (h, or x in
+`rms_norm` and `rms_norm_add`), the weight, and one or two numbers per row are saved for the backward pass.
 """
 
 import functools

@@ -21,7 +21,10 @@ from logitless.kernels.launch import cached_launch
 
 @triton.jit
 def pair_columns(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
-    """Return the columns of the first and the second elements of the pairs, for pairs of two halves."""
+    """Return the columns of the first and the second elements of all pairs (i, i + R / 2).
+
+    If R < D, the first half of the columns that are not rotated is paired with the second half.
+    """
     i = tl.arange(0, HALF)[None, :]
     if R == D:
         return i, i + D // 2
@@ -299,7 +302,11 @@ def empty_with_layout(x: Tensor | None) -> Tensor | None:
 
 
 def with_angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return cos and sin, copied unless their strides are equal, and their strides of batch and tokens."""
+    """Return (cos, sin, (batch stride, token stride)).
+
+    cos and sin are made contiguous if their strides differ or their last dimension is not contiguous. The
+    batch stride is 0 if all sequences share the angles.
+    """
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos = cos.contiguous()
         sin = sin.contiguous()

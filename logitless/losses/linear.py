@@ -59,17 +59,19 @@ class LinearLoss(CheckedCall):
         logit_scale: factor of h·w + b.
         temperature: divisor of the logits, applied after the softcap.
         logits_budget: maximum number of bytes for a chunk of logits and its temporaries. Default: 2.5 GiB on
-            GPUs with at least 60 GiB, 1 GiB on other GPUs, less on small GPUs and on CPUs.
+            GPUs with at least 60 GiB, the smaller of 1 GiB and 1/32 of the memory on other GPUs, 256 MiB on
+            CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 (fp64 for fp64 operands)
             if there are several chunks or several heads, under torch.compile, and in fp16; else the dtype of
             the operands. With accumulate_into, it must be None or the dtype of the main gradient.
-        logits_dtype: dtype of the logits from which statistics are computed. On most devices, None is the
-            dtype of the operands, in which the chunk is stored; torch.float32 computes log-probabilities
-            without rounding the logits. On Hopper with bf16 operands, one kernel projects a chunk and
-            computes its statistics from fp32 accumulators, without storing logits. This kernel runs with
-            torch.float32. It also runs with None, unless a reduced loss needs the gradient of lse (label
-            smoothing, z-loss); with `tp_group`, all ranks must have the kernel. torch.bfloat16 computes from
-            rounded logits on Hopper as well.
+        logits_dtype: dtype of the logits from which the loss is computed. torch.float32: the logits are not
+            rounded. The dtype of the operands: the logits are rounded to it. Default (None): the dtype of the
+            operands, with one exception. On Hopper, a `TokenLoss` with bf16 operands uses logits that are not
+            rounded, unless it is reduced and needs the gradient of lse (label smoothing, z-loss). With
+            `tp_group`, the exception requires the Hopper kernel on all ranks. This kernel computes the
+            statistics of a chunk in the product and does not store the logits. The chunk is stored in fp32 on
+            other devices, and if the loss needs predictions, class-weighted sums of the logits or, reduced,
+            the gradient of a statistic other than log p(target).
         compact: True: remove unsupervised rows before the first product, which costs one host sync. False: no
             host sync, as CUDA graphs require; all rows are projected, and the packed sequences of a loss with
             scope "group" form one group.
@@ -77,9 +79,10 @@ class LinearLoss(CheckedCall):
             is a DTensor, the name of a dimension of its mesh. Each rank passes its rows of the head, in the
             order of the ranks: weight (V_r, H) and bias (V_r,), and the same for the heads of a teacher and a
             reference. hidden, targets, all other inputs and `logits_budget` must be equal on all ranks; set
-            `logits_budget` if the GPUs differ. The shard sizes are exchanged in the call's one host sync, and
-            a second host sync is needed if they have changed since the last call. With `compact=False`, the
-            exchange is a host sync. Every rank gets the loss, the full d_hidden, and d_weight of its rows.
+            `logits_budget` if the GPUs differ. The shard sizes are exchanged in the call's one host sync. The
+            first call, and a call after the sizes have changed, need a second host sync. With
+            `compact=False`, the exchange is a host sync. Every rank gets the loss, the full d_hidden, and
+            d_weight of its rows.
         cp_group: process group for context parallelism, in the same forms as `tp_group`. Supported by losses
             of policies, pairs and whole sequences. Each rank passes a slice of every sequence. Inputs per
             token are shifted before they are sliced; inputs per sequence are not sliced. A slice may contain

@@ -1,7 +1,8 @@
-"""Base classes of the policy losses of reinforcement learning: masks, and inputs per sequence or per token.
+"""Base class of the policy losses of reinforcement learning (GRPO, RLOO, REINFORCE).
 
 Sequences are padded (B, T), or packed with `cu_seqlens`. A token is supervised if its target is not
-`ignore_index` and its `mask` is not 0. Advantages are per sequence or per token.
+`ignore_index` and its `mask` is not 0. Advantages have one entry per sequence or, except in `RLOOLoss`, per
+token.
 """
 
 from dataclasses import dataclass

@@ -48,8 +48,8 @@ class SpeculatorLoss(LogitsLoss):
         neg_log_acceptance  -log max(alpha, 1e-5)
         lk_hybrid           lam KL(p'||q) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha), detached
 
-    A pair consists of the draft's row i of step k and the verifier's row i + offset + k, which predicts token
-    i + offset + k + 1.
+    A pair consists of the draft's row of step k that starts at position i (row i, or the row a with
+    starts[a] = i) and the verifier's row i + offset + k, which predicts token i + offset + k + 1.
 
     Args:
         divergence: the name of the divergence.
@@ -85,16 +85,16 @@ class SpeculatorLoss(LogitsLoss):
             size. Refused with `tp_group`: there, each rank passes the same rows of both heads.
         bias: (D,).
         mask: (B, T), same shape as targets. Tokens with mask 0 (False) are not predicted.
-        starts: (B, A) int64, for blocks with hidden states (B, A, H): the position of each row of step 0, or
-            -1 for an unused row. Each position may occur once. Row a of step k has position starts[a] + k.
+        starts: (B, A) int64, for blocks with hidden states (B, A, H): the position i of each row of step 0 in
+            its sequence, or -1 for an unused row. A position may occur at most once per sequence.
         num_items: the divisor of the mean of every step; default the number of pairs of the step.
 
     A pair counts if the token that the verifier's row predicts is in the same sequence as row i of step 0,
     and is supervised: its mask is not 0, and its label is not `ignore_index`. The pairs of row i in all steps
     form a chain.
 
-    With reduction="none", the loss has shape (S, B, T). The values are multiplied by the coefficients, and
-    are 0 for pairs that do not count.
+    With reduction="none", the loss has shape (S, B, T), or (S, B, A) with `starts`. The values are
+    multiplied by the coefficients, and are 0 for pairs that do not count.
 
     Metrics: step_{k}/loss; step_{k}/acceptance (alpha); step_{k}/agreement (whether draft and verifier have
     the same most probable id); step_{k}/conditional_agreement (the agreement of the pairs whose earlier steps

@@ -25,7 +25,10 @@ SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
 
 
 def check_support(loss: LinearLoss) -> None:
-    """Check the fields of a `DistillationLoss` that define its support."""
+    """Check `support`, `k` and `shared_vocabulary` of a `DistillationLoss`.
+
+    Raises TypeError or ValueError if one is invalid, or if `divergence` does not support `support`.
+    """
     check_choice("support", loss.support, (None, *SUPPORTS))
     k = loss.k
     shared = loss.shared_vocabulary

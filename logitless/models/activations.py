@@ -109,7 +109,10 @@ class FitHandle:
         return reports
 
     def _largest_count(self, kind: int | None, level: str) -> int | None:
-        """Return the largest counted bytes of a kind of layer at a level; None if none were counted."""
+        """Return the most bytes counted for a kind of layer at a level, over all batch sizes and modes.
+
+        None if none were counted.
+        """
         counts = (
             count for (key, _), count in self._counts.exact.items() if key[0] == kind and key[-1] == level
         )

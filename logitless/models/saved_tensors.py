@@ -223,7 +223,10 @@ class Recipe:
         self.outputs: Sequence[Tensor | None] | None = None
 
     def is_valid(self) -> bool:
-        """Whether the inputs still have the values from which the outputs were computed."""
+        """Whether the inputs are unchanged since the outputs were computed.
+
+        True once an output was dropped: reading the packed inputs then checks their versions.
+        """
         return self.num_uses > 0 or self.versions == [None if x is None else x._version for x in self.inputs]
 
     def drop_output(self, run: "LayerRun") -> None:

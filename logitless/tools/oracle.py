@@ -76,7 +76,7 @@ class Oracle:
         return evaluate_terms(call.loss, z, batch)
 
     def _statistics(self, call: HeadCall, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
-        """Return (the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
+        """Return (the statistics by name, (rows,) or (rows, k); the batch of all rows)."""
         loss = call.loss
         batch = _whole_batch(call, rows)
         z = compute_logits(call, rows)
@@ -256,7 +256,9 @@ def _sort_ids(z: Tensor, num_ids: int) -> Tensor:
 
 
 def _gather_logps(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of ids (n, k), -inf in empty slots, and of all others together (n,)."""
+    """Return (log-probabilities of `ids` (n, k), -inf in empty slots; log of the total probability of all
+    other ids (n,)).
+    """
     is_filled = ids >= 0
     columns = ids.clamp(min=0)
     is_listed = torch.zeros_like(log_p).scatter_add(1, columns, is_filled.to(log_p.dtype)) > 0

@@ -157,12 +157,16 @@ def _compute_with_autocast(
 
 
 def choose_entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:
-    """How the entropy is computed: True: differentiable; "metric": without gradient; "recomputed":
-    differentiable, with another projection in a backward pass that has a gradient of the entropy.
+    """Return how to compute the entropy.
 
-    TRL's entropy is differentiable wherever it is returned, but rarely differentiated. With a trainable head,
-    the backward pass projects the tokens again in any case, so a differentiable entropy costs nothing. With a
-    frozen head, the vectors that are kept for the log-probabilities could not be kept.
+    * True: differentiable.
+    * "metric": without gradient.
+    * "recomputed": differentiable; a backward pass with a gradient of the entropy projects the tokens again.
+
+    The entropy of TRL's fused head is differentiable, but few losses differentiate it. With a trainable head,
+    the backward pass projects the tokens in any case, so a differentiable entropy has no additional cost.
+    With a frozen head, a differentiable entropy would prevent the forward pass from saving d logp / d hidden,
+    and every backward pass would project the tokens again.
     """
     if not (torch.is_grad_enabled() and (hidden.requires_grad or _requires_grad(head))):
         return "metric"

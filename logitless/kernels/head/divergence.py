@@ -323,7 +323,7 @@ def _scored(
 
 
 class Ranks(Protocol):
-    """The methods of `parallel.vocabulary.ShardedVocabulary` that the divergence needs."""
+    """The attributes and methods of `parallel.vocabulary.ShardedVocabulary` that the divergence needs."""
 
     width: int
 

@@ -1,8 +1,8 @@
-"""Triton kernels of `slots.py`, with one program per row, which holds all slots of the row.
+"""Triton kernels of `slots.py`. One program computes one row, and holds all k slots of the row.
 
-Slots with the same id are found by comparing all pairs, a PIECE of the row with the whole row at a time. This
-needs no sort and few registers. The slots of a row read and write k entries of the chunk, so that these
-kernels take little more time than their launch.
+To find slots with the same id, a program compares all slots of the row with PIECE slots at a time. This needs
+no sort and few registers. The kernels access only k logits of a row, so they take little more time than their
+launch.
 """
 
 from collections.abc import Mapping
