@@ -9,7 +9,6 @@ pytest.importorskip("transformers")
 from logitless.layers import norm
 from logitless.models import fuse_layers
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.layers.layer_support import hardware_rounding  # noqa: F401
 from tests.layers.tiny import IDS, assert_same, error, step, tiny, twin
 
 pytestmark = pytest.mark.skipif(

@@ -7,12 +7,7 @@ from transformers.activations import ACT2FN
 
 from logitless.layers.gated import ACTIVATIONS, gated
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.layers.layer_support import (
-    assert_as_good,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-)
+from tests.layers.layer_support import assert_as_good, outcome, randn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Dtypes of a and b.

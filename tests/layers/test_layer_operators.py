@@ -12,13 +12,7 @@ from logitless.layers.gated import gated
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from logitless.layers.rope import qk_norm_rope, rope
 from tests.kernels.support import DEVICE
-from tests.layers.layer_support import (
-    STRIDES,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-    strided,
-)
+from tests.layers.layer_support import STRIDES, outcome, randn, strided
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 MATRIX, HEADS = (4, 7, 24), (2, 3, 5, 24)

@@ -13,14 +13,8 @@ from logitless.layers import norm
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.layers.layer_support import (
-    assert_as_good,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-)
+from tests.layers.layer_support import EPS, assert_as_good, outcome, plain_rms_norm, randn
 
-EPS = 1e-3  # large enough that forgetting it shows
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Dtypes of x, residual, weight (and bias).
 DTYPES = {
@@ -80,13 +74,6 @@ def placed(position: str, normalize, x: Tensor, residual: Tensor | None):
             return residual + normalize(x)
 
 
-def plain_rms_norm(h: Tensor, weight: Tensor | None, gemma: bool) -> Tensor:
-    y = h / torch.sqrt(h.square().mean(-1, keepdim=True) + EPS)
-    if weight is None:
-        return y
-    return y * (1 + weight) if gemma else y * weight
-
-
 def plain_layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     centred = h - h.mean(-1, keepdim=True)
     y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + EPS)
@@ -117,7 +104,7 @@ def rms_variants(module: str, position: str, H: int):
                 return rms_norm_add(x, residual, weight, **options)
 
     def plain(x, residual=None, weight=None):
-        return placed(position, lambda h: plain_rms_norm(h, weight, rounding == "gemma"), x, residual)
+        return placed(position, lambda h: plain_rms_norm(h, weight, rounding), x, residual)
 
     def stocks(x, residual=None, weight=None):
         return placed(position, functional(stock, weight), x, residual)
