@@ -116,16 +116,12 @@ def rms_variants(module: str, position: str, H: int):
     "case",
     covering_array(
         {"shape": list(SHAPES), "dtypes": list(DTYPES), "module": list(MODULES), "position": list(POSITIONS)},
-        lambda case: True,
+        has_effect=lambda case: True,
     ),
 )
 def test_rms_norm_is_as_good_as_the_stock_module(case):
-    shape, dtypes, module, position = (
-        SHAPES[case["shape"]],
-        DTYPES[case["dtypes"]],
-        case["module"],
-        case["position"],
-    )
+    shape, dtypes = SHAPES[case["shape"]], DTYPES[case["dtypes"]]
+    module, position = case["module"], case["position"]
     given = operands(shape, dtypes, residual=position != "alone", weight=module != "llama4")
     ours, plain, stock = rms_variants(module, position, shape[-1])
     assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(stock, given))
@@ -140,7 +136,7 @@ def test_rms_norm_is_as_good_as_the_stock_module(case):
             "position": list(POSITIONS[:-1]),
             "vectors": ["weight and bias", "weight", "neither"],
         },
-        lambda case: True,
+        has_effect=lambda case: True,
     ),
 )
 def test_layer_norm_is_as_good_as_torch(case):
@@ -151,9 +147,8 @@ def test_layer_norm_is_as_good_as_torch(case):
     def ours(x, residual=None, weight=None, bias=None):
         if position == "alone":
             return layer_norm(x, weight, bias, eps=EPS)
-        return add_layer_norm(
-            x, residual, weight, bias, eps=EPS, multiplier=0.22 if position == "scaled before" else 1.0
-        )
+        multiplier = 0.22 if position == "scaled before" else 1.0
+        return add_layer_norm(x, residual, weight, bias, eps=EPS, multiplier=multiplier)
 
     def plain(x, residual=None, weight=None, bias=None):
         return placed(position, lambda h: plain_layer_norm(h, weight, bias), x, residual)
@@ -196,8 +191,7 @@ def test_out_dtype(module, out_dtype):
         return y.to(out_dtype), h
 
     assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(rounded, given))
-    layer = layer_norm(given["x"], out_dtype=FP32)
-    assert layer.dtype == FP32
+    assert layer_norm(given["x"], out_dtype=FP32).dtype == FP32
 
 
 def test_leaves_do_not_share_their_gradients():
