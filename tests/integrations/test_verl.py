@@ -106,12 +106,7 @@ def on_a_rank(sequence_parallel: bool, gather=SummingGather.apply) -> dict[str, 
     given = gather(leaf * 1.0, group, True) if sequence_parallel else leaf * 1.0
     logps, entropy = module.linear_cross_entropy(given, own, labels, 0.7, "none", group)
     scalar(logps, entropy).backward()
-    return {
-        "logps": logps.detach(),
-        "entropy": entropy.detach(),
-        "hidden": leaf.grad,
-        "weight": own.grad,
-    }
+    return {"logps": logps.detach(), "entropy": entropy.detach(), "hidden": leaf.grad, "weight": own.grad}
 
 
 def check_ranks(found: list[dict[str, Tensor]], sequence_parallel: bool) -> None:
