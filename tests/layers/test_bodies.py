@@ -24,8 +24,6 @@ from logitless.layers.source import UnrecognizedSource, fingerprint
 NORM_CLASSES = {
     "llama.LlamaRMSNorm": Norm("llama"),
     "gemma.GemmaRMSNorm": Norm("gemma", "eps"),
-    "gemma3.Gemma3RMSNorm": Norm("gemma", "eps"),
-    "qwen3.Qwen3RMSNorm": Norm("llama"),
     "olmo2.Olmo2RMSNorm": Norm("single"),
     "helium.HeliumRMSNorm": Norm("single"),
     "moshi.MoshiRMSNorm": Norm("single", "eps"),
