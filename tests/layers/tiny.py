@@ -1,6 +1,5 @@
 """Tiny models of the families whose layers are fused, and what one step of them gives."""
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,10 +112,6 @@ def assert_same(found: Step, wanted: Step, tolerance: float = 3e-6) -> None:
         assert gradient.norm() > 0 or "expert" in name, f"{name}: no gradient, so nothing is compared"
         distance = (found.gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert distance < tolerance, f"{name}: {distance:.1e}"
-
-
-def twin(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
 
 
 @contextmanager
