@@ -24,39 +24,30 @@ class Operator:
 
     Attributes:
         call: (**operands) -> a tensor or two.
-        shapes: of the operands, as a function of the first one's.
+        names: of the operands.
         saved: operands, or "result 0", that are kept for the backward pass; "row" is one number a row.
         shape: of the first operand.
     """
 
     call: Callable[..., Tensor | tuple[Tensor, ...]]
-    shapes: Callable[..., dict[str, tuple[int, ...]]]
+    names: tuple[str, ...]
     saved: tuple[str, ...]
     shape: tuple[int, ...] = MATRIX
 
     def operands(self, dtype: torch.dtype = FP32, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        shapes = self.shapes(*(shape or self.shape)).items()
-        return {name: randn(*size, seed=i, dtype=dtype) for i, (name, size) in enumerate(shapes)}
+        shapes = {name: shape_of(name, shape or self.shape) for name in self.names}
+        return {name: randn(*size, seed=i, dtype=dtype) for i, (name, size) in enumerate(shapes.items())}
 
     def results(self, **operands: Tensor) -> tuple[Tensor, ...]:
         found = self.call(**operands)
         return found if isinstance(found, tuple) else (found,)
 
 
-def of_norm(*others: str) -> Callable[..., dict[str, tuple[int, ...]]]:
-    def shapes(*shape: int) -> dict[str, tuple[int, ...]]:
-        vectors = {name: shape[-1:] for name in others if name != "residual"}
-        return {"x": shape} | ({"residual": shape} if "residual" in others else {}) | vectors
-
-    return shapes
-
-
-def of_rope(*shape: int) -> dict[str, tuple[int, ...]]:
-    return {"q": shape, "k": (shape[0], 2, *shape[2:])}
-
-
-def of_qk_norm_rope(*shape: int) -> dict[str, tuple[int, ...]]:
-    return of_rope(*shape) | {"q_weight": shape[-1:], "k_weight": shape[-1:]}
+def shape_of(name: str, first: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an operand, by the shape of the first one."""
+    if name.endswith(("weight", "bias")):
+        return first[-1:]
+    return (first[0], 2, *first[2:]) if name == "k" else first
 
 
 def tables(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,22 +57,22 @@ def tables(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 OPERATORS = {
-    "rms_norm": Operator(rms_norm, of_norm("weight"), ("x", "weight", "row")),
-    "add_rms_norm": Operator(add_rms_norm, of_norm("residual", "weight"), ("result 1", "weight", "row")),
-    "rms_norm_add": Operator(rms_norm_add, of_norm("residual", "weight"), ("x", "weight", "row")),
-    "layer_norm": Operator(layer_norm, of_norm("weight", "bias"), ("x", "weight", "row", "row")),
+    "rms_norm": Operator(rms_norm, ("x", "weight"), ("x", "weight", "row")),
+    "add_rms_norm": Operator(add_rms_norm, ("x", "residual", "weight"), ("result 1", "weight", "row")),
+    "rms_norm_add": Operator(rms_norm_add, ("x", "residual", "weight"), ("x", "weight", "row")),
+    "layer_norm": Operator(layer_norm, ("x", "weight", "bias"), ("x", "weight", "row", "row")),
     "add_layer_norm": Operator(
-        add_layer_norm, of_norm("residual", "weight", "bias"), ("result 1", "weight", "row", "row")
+        add_layer_norm, ("x", "residual", "weight", "bias"), ("result 1", "weight", "row", "row")
     ),
-    "rope": Operator(lambda q, k: rope(q, k, *tables(q)), of_rope, ("table", "table"), HEADS),
+    "rope": Operator(lambda q, k: rope(q, k, *tables(q)), ("q", "k"), ("table", "table"), HEADS),
     "qk_norm_rope": Operator(
         lambda q, k, q_weight, k_weight: qk_norm_rope(q, k, *tables(q), q_weight, k_weight),
-        of_qk_norm_rope,
+        ("q", "k", "q_weight", "k_weight"),
         ("q", "k", "q_weight", "k_weight", "table", "table"),
         HEADS,
     ),
-    "gated": Operator(gated, lambda *shape: {"a": shape, "b": shape}, ("a", "b")),
-    "gated, packed": Operator(gated, lambda *shape: {"a": shape}, ("a",)),
+    "gated": Operator(gated, ("a", "b"), ("a", "b")),
+    "gated, packed": Operator(gated, ("a",), ("a",)),
 }
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 TWO = {
