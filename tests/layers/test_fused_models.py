@@ -142,18 +142,14 @@ def test_generation_with_a_cache_is_that_of_the_stock_model(family):
 
 
 def test_hooks_on_norms_see_what_they_saw():
-    seen = []
-    model = tiny("Qwen3")
+    model, seen = tiny("Qwen3"), []
+    norms = [model.model.layers[0].post_attention_layernorm, model.model.layers[1].self_attn.q_norm]
 
     def scaled(module, args, output):
         seen.append((len(args), tuple(output.shape)))
         return output * 2
 
-    def hook(model):
-        norms = [model.model.layers[0].post_attention_layernorm, model.model.layers[1].self_attn.q_norm]
-        return [norm.register_forward_hook(scaled) for norm in norms]
-
-    handles = hook(model)
+    handles = [norm.register_forward_hook(scaled) for norm in norms]
     wanted, before = step(model), list(seen)
     seen.clear()
     fuse_layers(model)
@@ -242,7 +238,9 @@ def test_a_model_on_the_meta_device_can_be_fused():
     assert len(report.fused) == 9 + 3 * 2 and not report.skipped
 
 
-@pytest.mark.parametrize("attach", [(patch_model, fuse_layers), (fuse_layers, patch_model)])
+@pytest.mark.parametrize(
+    "attach", [(patch_model, fuse_layers), (fuse_layers, patch_model)], ids=["loss first", "layers first"]
+)
 def test_beside_a_patched_loss(attach):
     model, stock = tiny("Gemma2"), tiny("Gemma2")
     wanted = step(stock)
@@ -325,9 +323,8 @@ def test_bad_models():
         fuse_layers("Qwen/Qwen3-0.6B")
     nothing = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     looked_for = "model: expected norms, rotary embeddings or gated MLPs with a known source"
-    with pytest.raises(
-        ValueError, match=f"{looked_for}, got Sequential with none .*1 LayerNorm: torch's LayerNorm"
-    ):
+    got = "Sequential with none .*1 LayerNorm: torch's LayerNorm"
+    with pytest.raises(ValueError, match=f"{looked_for}, got {got}"):
         fuse_layers(nothing)
     assert type(nothing[1]) is nn.LayerNorm
 
