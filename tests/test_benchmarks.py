@@ -217,21 +217,19 @@ def test_a_wrong_row_of_ours_fails_the_run(monkeypatch):
     assert result.exit_code == 1 and "logitless: wrong" in result.output
 
 
-def test_a_wrong_operator_gets_no_time():
+@pytest.mark.parametrize(
+    ("name", "factor", "verdict"),
+    [("logitless", 1.01, "wrong"), ("Liger", 1.01, "ok"), ("Liger", 1.1, "wrong")],
+)
+def test_a_wrong_operator_gets_no_time(name, factor, verdict):
     """Ours is held to the stock model's error, a peer to what bf16 can cost."""
     operator = first_operator()
-    copies = dict.fromkeys(layers.DIRECTIONS, 1.0)
-    for name, factor, verdict in (
-        ("logitless", 1.01, "wrong"),
-        ("Liger", 1.01, "ok"),
-        ("Liger", 1.1, "wrong"),
-    ):
 
-        def off(factor=factor, **leaves):
-            return tuple(factor * y for y in operator.stock(**leaves))
+    def off(**leaves):
+        return tuple(factor * y for y in operator.stock(**leaves))
 
-        row = layers.measured(name, operator, off, CPU, copies)
-        assert row["verdict"] == verdict and ("forward" in row) == (verdict == "ok"), (name, factor)
+    row = layers.measured(name, operator, off, CPU, dict.fromkeys(layers.DIRECTIONS, 1.0))
+    assert row["verdict"] == verdict and ("forward" in row) == (verdict == "ok")
 
 
 def test_a_wrong_top_k_gets_no_time():
@@ -287,19 +285,26 @@ def test_gradients_of_zero_are_wrong(monkeypatch):
     assert result.exit_code == 1 and "stock: wrong" in result.output
 
 
-def sabotaged(folder: Path) -> Path:
-    """A checkout whose cross-entropy is a tenth too large."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(compare_trees.ROOT / "logitless", folder / "logitless", ignore=ignored)
-    with (folder / "logitless" / "__init__.py").open("a") as file:
-        file.write("\nright = CrossEntropyLoss.__call__\n")
-        file.write("def wrong(*args, **options):\n    out = right(*args, **options)\n")
-        file.write("    return out._replace(loss=1.1 * out.loss)\nCrossEntropyLoss.__call__ = wrong\n")
-    return folder
+# Makes the cross-entropy a tenth too large.
+SABOTAGE = """
+right = CrossEntropyLoss.__call__
+
+
+def wrong(*args, **options):
+    out = right(*args, **options)
+    return out._replace(loss=1.1 * out.loss)
+
+
+CrossEntropyLoss.__call__ = wrong
+"""
 
 
 def test_compare_sees_a_wrong_tree(tmp_path):
-    out, tree = tmp_path / "compare.json", sabotaged(tmp_path / "tree")
+    out, tree = tmp_path / "compare.json", tmp_path / "tree"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "logitless", tree / "logitless", ignore=ignored)
+    with (tree / "logitless" / "__init__.py").open("a") as file:
+        file.write(SABOTAGE)
     options = ("--rounds", "1", "--rows", "CE N=512", "--rows", "host CE", "--quick", "--device", "cpu")
     result = invoke("compare", "--before", str(ROOT), "--after", str(tree), "--out", str(out), *options)
     assert result.exit_code == 1, result.output
@@ -314,13 +319,8 @@ def test_the_verdict_of_a_comparison():
     """The trees' rows in three rounds, all of them twice as slow in the second."""
 
     def run(tree: str, turn: int, ms: float, peak: int) -> dict:
-        row = {
-            "name": "row",
-            "ms": [ms * (1 + turn % 2)] * 3,
-            "peak_bytes": peak,
-            "loss": 1.0,
-            "norms": [2.0],
-        }
+        times = [ms * (1 + turn % 2)] * 3
+        row = {"name": "row", "ms": times, "peak_bytes": peak, "loss": 1.0, "norms": [2.0]}
         return {"tree": tree, "round": turn, "ranks": [{"rows": [row]}]}
 
     runs = [run("before", turn, 10.0, 2**30) for turn in range(3)]
@@ -350,9 +350,8 @@ def test_a_wrong_shard_fails_the_run(monkeypatch):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("taught", [False, True], ids=["alone", "taught"])
 def test_the_yardstick_is_the_products(taught, frozen, monkeypatch):
-    *student, teacher_hidden, teacher_weight = distillation.inputs(
-        distillation.Shape(5, 4, 6, 11), CPU, seed=0
-    )
+    shape = distillation.Shape(5, 4, 6, 11)
+    *student, teacher_hidden, teacher_weight = distillation.inputs(shape, CPU, seed=0)
     constant = ((teacher_hidden, teacher_weight),) if taught else ()
     products, original = [], torch.mm
 

@@ -1,23 +1,18 @@
 """The demo: its verdict on made-up results, and one small comparison from the first line to the picture."""
 
 import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.commands import example, invoke
+from tests.ranks import script
+
 pytest.importorskip("trl")
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+demo = example("demo")
 
-import demo  # noqa: E402
-import typer  # noqa: E402
 from demo_report import BOTH, FULL, OURS, RUNS, STOCK, Result, failures  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
-
-from tests.ranks import script  # noqa: E402
 
 
 def results(whose: str, **ours) -> dict[str, Result]:
@@ -69,9 +64,7 @@ def run_demo(monkeypatch, *options: str) -> object:
     monkeypatch.setattr(demo, "default_setup", lambda device: replace(setup(device), corpus_chars=2**19))
     monkeypatch.setattr(demo, "subprocess", SimpleNamespace(Popen=script, PIPE=subprocess.PIPE))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    app = typer.Typer()
-    app.command()(demo.main)
-    return CliRunner().invoke(app, ["--device", "cpu", *options], env={"COLUMNS": "120"})
+    return invoke(demo.main, "--device", "cpu", *options, env={"COLUMNS": "120"})
 
 
 def test_small_comparison(monkeypatch, tmp_path):

@@ -5,8 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-from importlib import import_module
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,18 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless import CrossEntropyLoss, GRPOLoss
+from tests.commands import EXAMPLES, example
 from tests.ranks import here, on_devices
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
-EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS, LR = 3, 1e-2
-
-
-def example(name: str):
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return import_module(name)
 
 
 def in_fsdp2() -> list[float]:
@@ -135,13 +127,9 @@ def test_a_rank_that_raises_ends_the_others(tmp_path):
     script.write_text(FAILING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     hidden = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(script), str(EXAMPLES)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | hidden,
-    )
+    command += [str(script), str(EXAMPLES)]
+    environment = os.environ | hidden
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "rank 1:" in done.stderr and "ArithmeticError: the cause" in done.stderr
 

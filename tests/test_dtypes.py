@@ -15,26 +15,23 @@ FACTORIES = (
 )
 
 
+def is_of_floats(arguments: list[ast.expr]) -> bool:
+    for part in (part for argument in arguments for part in ast.walk(argument)):
+        match part:
+            case ast.Constant(value=float()) | ast.Name(id="float"):
+                return True
+    return False
+
+
 def without_dtype(source: str) -> list[str]:
     """Calls that make a tensor of the default dtype, or may make one; `arange` where it is of floats."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        name, whose = node.func.attr, node.func.value
-        if not isinstance(whose, ast.Name) or whose.id != "torch":
-            continue
-        of_floats = any(
-            isinstance(part, ast.Constant)
-            and isinstance(part.value, float)
-            or isinstance(part, ast.Name)
-            and part.id == "float"
-            for argument in node.args
-            for part in ast.walk(argument)
-        )
-        told = {keyword.arg for keyword in node.keywords} & {"dtype", "out", None}  # None: **options
-        if not told and (name in FACTORIES or (name == "arange" and of_floats)):
-            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+                told = {keyword.arg for keyword in node.keywords} & {"dtype", "out", None}  # None: **options
+                if not told and (name in FACTORIES or name == "arange" and is_of_floats(node.args)):
+                    found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 
 

@@ -26,22 +26,14 @@ MODULES = {
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers")
 
 
-def place(path: Path) -> str:
-    return str(path.relative_to(LIBRARY.parent))
-
-
-def listed(found: list[str]) -> str:
-    return f"{len(found)} of them:\n" + "\n".join(found)
-
-
 def test_no_code_is_left_out_of_formatting():
     found = [
-        f"{place(path)}:{token.start[0]}: {token.string}"
+        f"{path.relative_to(LIBRARY.parent)}:{token.start[0]}: {token.string}"
         for path in MODULES.values()
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         if token.type == tokenize.COMMENT and token.string.removeprefix("#").strip().startswith("fmt:")
     ]
-    assert not found, listed(found)
+    assert not found, "\n".join(found)
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:
@@ -51,14 +43,12 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = (
-                ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
-            )
-            source = ".".join(filter(None, (above, node.module)))
+            parts = package.split(".")
+            above = parts[: len(parts) + 1 - node.level] if node.level else []
+            source = ".".join(filter(None, (*above, node.module)))
             # `from package import name` imports the module `package.name` if there is one, else the package.
-            found = [
-                inner if (inner := f"{source}.{alias.name}") in MODULES else source for alias in node.names
-            ]
+            inner = [f"{source}.{alias.name}" for alias in node.names]
+            found = [name if name in MODULES else source for name in inner]
         else:
             continue
         yield from (module for module in found if module in MODULES)
@@ -76,13 +66,9 @@ def test_imports_have_no_circle():
 def newly_loaded(*statements: str) -> list[set[str]]:
     """Modules that a fresh interpreter has loaded after each statement, beyond those that torch loads."""
     report = "print(*set(sys.modules) - alone)"
-    code = "; ".join(
-        ["import sys, torch", "alone = set(sys.modules)", *(f"{x}; {report}" for x in statements)]
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=120, check=False
-    )
+    start = "import sys, torch; alone = set(sys.modules)"
+    command = [sys.executable, "-c", "; ".join([start, *(f"{x}; {report}" for x in statements)])]
+    done = subprocess.run(command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return [set(line.split()) for line in done.stdout.splitlines()]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from typer.testing import CliRunner
+
+from tests.commands import output_of
 
 pytest.importorskip("cosmic_ray", reason="cosmic-ray is in the dev extra")
 
@@ -120,14 +121,6 @@ def commit(folder: Path) -> None:
         subprocess.run(["git", *arguments], cwd=folder, check=True)
 
 
-def invoke(project: Path, *arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(command.main)
-    done = CliRunner().invoke(app, ["--root", str(project), *arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def outcomes(record: Path) -> dict[int, set[str]]:
     """Line -> what became of its mutants."""
     found = {}
@@ -139,8 +132,8 @@ def outcomes(record: Path) -> dict[int, set[str]]:
 def test_a_run(project, tmp_path):
     """What is tested is caught; what is not survives; an interrupted run goes on."""
     record = tmp_path / "record.json"
-    options = ["logitless/it.py", "--json", str(record)]
-    output = invoke(project, *options)
+    options = ["--root", str(project), "logitless/it.py", "--json", str(record)]
+    output = output_of(command.main, *options)
     assert outcomes(record) == {3: {"caught"}, 6: {"survived"}}
     assert "survived  logitless/it.py:6 " in output and "1 of 2 mutants caught (50.0%)" in output
     assert (project / "logitless/it.py").read_text() == dedent(PROJECT["logitless/it.py"])
@@ -148,7 +141,7 @@ def test_a_run(project, tmp_path):
     rows = json.loads(record.read_text())
     kept, dropped = rows["mutants"][:-1], rows["mutants"][-1]
     record.write_text(json.dumps({**rows, "mutants": kept}))
-    assert invoke(project, *options).count(" s  logitless") == 1
+    assert output_of(command.main, *options).count(" s  logitless") == 1
     assert json.loads(record.read_text())["mutants"][-1]["line"] == dropped["line"]
     with pytest.raises(typer.BadParameter, match="another's"):
         command.main(seed=1, json_file=record, root=project)

@@ -19,17 +19,16 @@ from tests.test_docs import FENCE, TEXTS
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs", ".github")
 FILES = (
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "CONTRIBUTING.md",
-    "Makefile",
-    "constraints.txt",
-    "frameworks.txt",
-    "mkdocs.yml",
-    "hatch_build.py",
+    *(
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "Makefile",
+    ),
+    *("constraints.txt", "frameworks.txt", "mkdocs.yml", "hatch_build.py"),
 )
 BUILD = (
     "from hatchling import build; build.build_sdist('dist'); build.build_wheel('dist'); "
@@ -39,10 +38,8 @@ BUILD = (
 
 def files_below(root: Path) -> set[str]:
     """Of the folders that are shipped, without what Python and the tools leave behind."""
-    found = (
-        path.relative_to(root) for folder in SHIPPED for path in (root / folder).rglob("*") if path.is_file()
-    )
-    return {str(path) for path in found if "__pycache__" not in path.parts}
+    files = (path for folder in SHIPPED for path in (root / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(root)) for path in files if "__pycache__" not in path.parts}
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +63,15 @@ def test_sdist_holds_everything(built):
     assert not [name for name in names if name.endswith(".pyc")]
 
 
+def open_wheel(folder: Path) -> zipfile.ZipFile:
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
 @pytest.fixture(scope="module")
 def metadata(built) -> Message:
     """Of the wheel."""
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+    with open_wheel(built) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_bytes(archive.read(name))
 
@@ -94,14 +96,14 @@ def test_the_readme_works_outside_of_the_repository(metadata):
 
 
 def test_wheel_holds_the_library_and_nothing_else(built):
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+    with open_wheel(built) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {name for name in files_below(ROOT) if name.startswith("logitless/")}
 
 
 def test_the_wheel_runs_the_readme(built, tmp_path):
     """Unpacked, with nothing of the repository in reach: the first block of the README."""
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+    with open_wheel(built) as archive:
         archive.extractall(tmp_path)
     (_, block), *_ = FENCE.findall(TEXTS["README.md"])
     block += "\nimport sys; print(sys.modules['logitless'].__file__)"
@@ -130,6 +132,6 @@ def run(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess
 
 def test_an_editable_install_is_a_path(built):
     """Type checkers follow a path in a .pth file; they do not run a finder."""
-    with zipfile.ZipFile(next((built.parent / "editable").glob("*.whl"))) as archive:
+    with open_wheel(built.parent / "editable") as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
         assert Path(archive.read(path).decode().strip()) == built.parent

@@ -3,24 +3,18 @@ name."""
 
 import json
 import re
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import EXAMPLES, example, output_of
+
 pytest.importorskip("trl")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import tiny_start  # noqa: E402
-import typer  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
-
-from tests.support import uncompiled  # noqa: E402
+tiny_start = example("tiny_start")
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 # metric, whether it rises, and the strategies that its loss may run with
-EXAMPLES = {
+SCRIPTS = {
     "sft": ("loss", False, "fused"),
     "dpo": ("rewards/accuracies", True, "recompute"),
     "grpo": ("reward", True, "recompute"),
@@ -34,26 +28,17 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def run(name: str, *arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(import_module(name).main)
-    with uncompiled():
-        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_tiny_run(name):
-    metric, rises, strategies = EXAMPLES[name]
-    output = run(name, "--steps", "12")
+    metric, rises, strategies = SCRIPTS[name]
+    output = output_of(example(name).main, "--steps", "12")
     found = re.search(rf"{metric} ([\d.]+) -> ([\d.]+); ({strategies}): .* projected tokens", output)
     assert found, output[-1000:]
     before, after = map(float, found.groups()[:2])
     assert (after > before) == rises
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_named_model_and_data(tmp_path, name):
     """As at real size, from a folder; with TRL's own loss, and the model kept."""
     path = tiny_start.tiny_model(tmp_path)
@@ -61,23 +46,15 @@ def test_named_model_and_data(tmp_path, name):
     rows = tiny_start.data("", columns).select(range(8)).to_list()
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = [
-        "--model",
-        path,
-        "--dataset",
-        str(tmp_path / "rows"),
-        "--output",
-        str(tmp_path / "out"),
-        "--steps",
-        "2",
-    ]
+    given = ["--model", path, "--dataset", str(tmp_path / "rows"), "--output", str(tmp_path / "out")]
     given += ["--teacher", path] if name == "distill" else []
-    assert "; TRL's own loss" in run(name, *given, "--no-use-chunked-loss")
+    output = output_of(example(name).main, *given, "--steps", "2", "--no-use-chunked-loss")
+    assert "; TRL's own loss" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_the_tiny_model_is_made_before_the_process_group():
     """The config joins a launcher's group, in which transformers saves a model on the first rank alone."""
-    for name in EXAMPLES:
-        source = (Path(__file__).parents[1] / "examples" / f"{name}.py").read_text()
+    for name in SCRIPTS:
+        source = (EXAMPLES / f"{name}.py").read_text()
         assert source.index("or tiny_model(") < source.index("Config(\n") and source.count("tiny_model(") < 3

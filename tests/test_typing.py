@@ -22,13 +22,18 @@ ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "typing_cases"
 
 
-def errors_of(command: list[str], folder: Path) -> dict[str, set[int]]:
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
+    """Runs a type checker in a folder."""
+    command = [sys.executable, "-m", *command]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def errors_of(folder: Path, *command: str) -> dict[str, set[int]]:
     """Lines with errors, by file, as a checker reports them in a folder with copies of the cases."""
     for case in CASES.glob("*.py"):
         shutil.copy(case, folder)
-    environment = os.environ | {"MYPYPATH": str(ROOT)}
-    command = [sys.executable, "-m", *command, "right.py", "wrong.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    done = run(folder, *command, "right.py", "wrong.py")
     found: dict[str, set[int]] = {}
     for name, line in re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -)?:? error", done.stdout):
         found.setdefault(name, set()).add(int(line))
@@ -69,7 +74,7 @@ def test_mypy(tmp_path):
         "[mypy]\nstrict = True\nfollow_imports = silent\n"
         f"[mypy-{skipped},numpy.*,sympy.*,triton.*]\nfollow_imports = skip\n"
     )
-    assert errors_of(["mypy"], tmp_path) == {"wrong.py": marked()}
+    assert errors_of(tmp_path, "mypy") == {"wrong.py": marked()}
 
 
 @needs_mypy
@@ -80,9 +85,7 @@ def test_mypy_on_the_readme(tmp_path):
         "[mypy]\ncheck_untyped_defs = True\nignore_missing_imports = True\nfollow_imports = silent\n"
         f"[mypy-{skipped},numpy.*,sympy.*,triton.*,transformers.*,trl.*]\nfollow_imports = skip\n"
     )
-    environment = os.environ | {"MYPYPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mypy", readme_in(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    done = run(tmp_path, "mypy", readme_in(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -95,11 +98,11 @@ PYRIGHT = next((name for name in ("pyright", "basedpyright") if importlib.util.f
 def test_pyright(tmp_path):
     options = f'{{"typeCheckingMode": "strict", "extraPaths": ["{ROOT}"]}}'
     (tmp_path / "pyrightconfig.json").write_text(options)
-    assert errors_of([PYRIGHT, f"--pythonpath={sys.executable}"], tmp_path) == {"wrong.py": marked()}
+    command = [PYRIGHT, f"--pythonpath={sys.executable}"]
+    assert errors_of(tmp_path, *command) == {"wrong.py": marked()}
     options = options.replace("strict", "standard")  # the README annotates nothing
     (tmp_path / "pyrightconfig.json").write_text(options)
-    command = [sys.executable, "-m", PYRIGHT, f"--pythonpath={sys.executable}", readme_in(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = run(tmp_path, *command, readme_in(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

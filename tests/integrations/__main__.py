@@ -32,18 +32,8 @@ WHEELS = {
     "ms_swift": ["ms-swift"],
     "nemo_automodel": ["nemo-automodel"],
     "torchtitan": [
-        "torchtitan",
-        "absl-py",
-        "docstring_parser",
-        "einops",
-        "protobuf",
-        "shtab",
-        "spmd_types",
-        "tensorboard",
-        "torch_checkpointing",
-        "torchdata",
-        "typeguard",
-        "tyro",
+        *("torchtitan", "absl-py", "docstring_parser", "einops", "protobuf", "shtab", "spmd_types"),
+        *("tensorboard", "torch_checkpointing", "torchdata", "typeguard", "tyro"),
     ],
     "verl": ["verl", "megatron-core"],
 }
@@ -81,15 +71,7 @@ def run(name: str, folder: Path | None) -> tuple[bool, str]:
     """Whether the tests of a module pass, and their output."""
     paths = [str(ROOT), *([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), REQUIRED: "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--verbose",
-        "-rfEs",
-        "--tb=short",
-        f"tests/integrations/test_{name}.py",
-    ]
+    command = [sys.executable, "-m", "pytest", "--verbose", "-rfEs", "--tb=short", str(test_of(name))]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.returncode == 0, done.stdout + done.stderr
 

@@ -17,9 +17,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from logitless.integrations import versions
 
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
 # Set by `make test-frameworks`: what is not there fails then.
 REQUIRED = "LOGITLESS_TEST_FRAMEWORKS"
 
@@ -65,6 +69,23 @@ def another_version() -> Iterator[None]:
     ):
         yield
     versions._warn_once.cache_clear()
+
+
+def tiny_qwen3(vocab: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """One layer of hidden size 16, with the same weights on every call."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": vocab}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).to(dtype)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Has FSDP2 sum gradients and divide them afterwards: gloo has no other reduction."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def check_parameters(place: str, parameters: str) -> None:

@@ -2,13 +2,12 @@
 
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from tests.integrations.support import another_version, check_parameters, require
+from tests.integrations.support import PAGE, another_version, check_parameters, require
 from tests.support import assert_close
 
 FOLDER = require("axolotl")
@@ -86,8 +85,7 @@ def test_axolotls_own_validation(manager):
     """The YAML of the documentation, as `axolotl train` reads it."""
     from axolotl.utils.config import prepare_plugins, validate_config
 
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
-    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "plugins:" in block]
+    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "plugins:" in block]
     needed = "base_model: tiny\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nlearning_rate: 1.0e-4\n"
     needed += "datasets: [{path: tiny, type: alpaca}]\n"
     cfg = DictDefault(yaml.safe_load(needed + text))

@@ -148,13 +148,10 @@ def hooked(weight: nn.Parameter) -> Tensor:
     return weight.main_grad
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("fused", "marked"), [(False, False), (True, False), (True, True)])
 def test_main_gradients(fused, marked):
     """`marked`: a stock layer has added to the main gradient of the same weight before, as that of
     multi-token prediction does with gradient_accumulation_fusion."""
-    if marked and not fused:
-        return
     hidden, weight, labels, upstream = operands()
     layer = ColumnParallelLinear(weight, ALONE)
     layer.gradient_accumulation_fusion = fused
@@ -189,16 +186,16 @@ class Linear(ColumnParallelLinear):
     ("change", "message"),
     [
         ({"labels": torch.zeros(S, B, dtype=torch.long)}, r"labels: expected shape \(3, 12\), .* \(12, 3\)"),
-        ({"output_layer": Linear(torch.zeros(V, H), ALONE)}, "output_layer: expected a ColumnParallelLinear"),
+        ({"layer": Linear(torch.zeros(V, H), ALONE)}, "output_layer: expected a ColumnParallelLinear"),
         ({"inference_context": 1}, "inference_context: expected None, got int"),
         ({"config": config(defer_embedding_wgrad_compute=True)}, "defer_embedding_wgrad_compute: expected"),
     ],
 )
 def test_refused(change, message):
     hidden, weight, labels, _ = operands()
-    given = {"hidden_states": hidden, "output_layer": ColumnParallelLinear(weight, ALONE), "labels": labels}
+    given = {"layer": ColumnParallelLinear(weight, ALONE), "labels": labels} | change
     with pytest.raises(ValueError, match=message):
-        output_processor(**given | {"output_weight": None, "config": config()} | change)
+        processed(hidden, **given)
 
 
 @pytest.mark.parametrize(

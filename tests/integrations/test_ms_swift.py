@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from logitless.integrations import ms_swift as module  # noqa: E402
-from tests.integrations.support import check_text, require  # noqa: E402
+from tests.integrations.support import check_text, require, tiny_qwen3  # noqa: E402
 
 V, T = 60, 12
 
@@ -31,7 +31,7 @@ def callbacks(monkeypatch) -> dict:
 def template(**change) -> SimpleNamespace:
     scale = SimpleNamespace(is_binary_loss_scale=True)
     given = {"sequence_parallel_size": 1, "is_binary_loss_scale": None, "loss_scale": scale}
-    return SimpleNamespace(**{**given, **change})
+    return SimpleNamespace(**given | change)
 
 
 class Seq2SeqTrainer(transformers.Trainer):
@@ -54,13 +54,6 @@ def rows() -> list[dict]:
     return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
 
 
-def tiny() -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": V}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
-
-
 def arguments(folder: Path, **change) -> transformers.TrainingArguments:
     args = transformers.TrainingArguments(
         str(folder),
@@ -79,11 +72,10 @@ def arguments(folder: Path, **change) -> transformers.TrainingArguments:
 
 
 def train(folder: Path, callbacks: list) -> list[float]:
-    trainer = Seq2SeqTrainer(tiny(), arguments(folder), template(), callbacks)
+    trainer = Seq2SeqTrainer(tiny_qwen3(V), arguments(folder), template(), callbacks)
     trainer.train()
-    assert (
-        trainer.model(torch.zeros(1, 3, dtype=torch.long), labels=torch.zeros(1, 3).long()).logits is not None
-    )
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    assert trainer.model(ids, labels=ids).logits is not None  # undone
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -95,9 +87,8 @@ def test_it_trains_as_without(callbacks, tmp_path, caplog):
     ):
         ours = train(tmp_path, [callbacks["logitless"]])
     assert patched.call_args.kwargs == {"logits_budget": 2**20}
-    assert "logitless: ms-swift's loss of Seq2SeqTrainer replaced, logits_budget 0.000977 GiB" in [
-        record.message for record in caplog.records
-    ]
+    line = "logitless: ms-swift's loss of Seq2SeqTrainer replaced, logits_budget 0.000977 GiB"
+    assert line in [record.message for record in caplog.records]
     stock = train(tmp_path, [])
     assert len(ours) == 2 and ours == pytest.approx(stock, rel=1e-5)
     undo()
@@ -139,7 +130,7 @@ def test_refused(tmp_path, args, of_template, message):
 
 
 def test_refused_trainers(tmp_path):
-    trainer = DPOTrainer(tiny(), arguments(tmp_path), template(), [module.LogitlessCallback])
+    trainer = DPOTrainer(tiny_qwen3(V), arguments(tmp_path), template(), [module.LogitlessCallback])
     with pytest.raises(ValueError, match="callbacks: expected swift sft or swift pt .* got DPOTrainer"):
         trainer.train()
 
@@ -186,7 +177,7 @@ def test_its_compute_loss(size, kept):
     of_template = method(folder / "template/base.py", "Template", "compute_sft_loss", names)
     found = []
     for patched in (False, True):
-        model = tiny()
+        model = tiny_qwen3(V)
         model.model_info = SimpleNamespace(is_moe_model=False)
         args = arguments(Path("."), enable_dft_loss=False, enable_channel_loss=False, tuner_backend="peft")
         accuracy = []

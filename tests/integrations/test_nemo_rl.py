@@ -24,9 +24,8 @@ from tests.ranks import in_processes
 from tests.support import assert_close
 
 V, H, S, B = 40, 16, 12, 3
-TEXT = Path(
-    os.environ.get("NEMO_RL_MODEL_UTILS") or Path(__file__).parent / "data" / "nemo_rl_model_utils.txt"
-)
+OWN_TEXT = Path(__file__).parent / "data" / "nemo_rl_model_utils.txt"
+TEXT = Path(os.environ.get("NEMO_RL_MODEL_UTILS") or OWN_TEXT)
 NAME = "from_parallel_hidden_states_to_logprobs"
 NEEDED = (
     "_compute_distributed_log_softmax_with_grad",
@@ -42,9 +41,8 @@ def stock() -> Callable:
     found = [node for node in tree.body if getattr(node, "name", None) in NEEDED]
     names = {"torch": torch, "Any": Any, "Optional": Optional}
     exec(compile(ast.Module(found, []), str(TEXT), "exec"), names)
-    assert {node.name for node in found} == set(NEEDED), (
-        f"{module.LOGPROBS_FUNCTION} moved: expected {NEEDED}"
-    )
+    moved = f"{module.LOGPROBS_FUNCTION} moved: expected {NEEDED}"
+    assert {node.name for node in found} == set(NEEDED), moved
     return names[NAME]
 
 
@@ -110,7 +108,7 @@ def call(**change) -> Tensor:
         "vocab_end_index": V,
         "tp_group": ALONE,
     }
-    return module.from_parallel_hidden_states_to_logprobs(**{**given, **change})
+    return module.from_parallel_hidden_states_to_logprobs(**given | change)
 
 
 def test_the_budget():
@@ -129,10 +127,7 @@ def test_one_rank():
     ("change", "message"),
     [
         ({"cp_group": SimpleNamespace(size=lambda: 2)}, "cp_group: expected 1 rank, got 2; set use_fused"),
-        (
-            {"vocab_end_index": V - 1},
-            r"vocab_end_index: expected \(0, 40\), got \(0, 39\)",
-        ),
+        ({"vocab_end_index": V - 1}, r"vocab_end_index: expected \(0, 40\), got \(0, 39\)"),
         (
             {"tp_group": SimpleNamespace(size=lambda: 2, rank=lambda: 0)},
             r"tensor_parallel_hidden_states: expected shape \(6, 3\) .*sequence_parallel to true",

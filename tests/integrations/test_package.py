@@ -107,10 +107,8 @@ def test_one_line_says_what_was_replaced(caplog):
 
 
 def test_every_framework_has_a_module_and_tests():
-    for name, framework in FRAMEWORKS.items():
+    for name in FRAMEWORKS:
         assert (FOLDER / f"{name}.py").exists() and (Path(__file__).parent / f"test_{name}.py").exists()
-        assert framework.tested.startswith(framework.minor)
-        assert (framework.source or framework.package) in framework.install
 
 
 def exchanged() -> tuple:

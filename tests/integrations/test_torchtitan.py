@@ -12,10 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.integrations.support import another_version, check_parameters, check_text, require
+from tests.integrations.support import (
+    PAGE,
+    another_version,
+    check_parameters,
+    check_text,
+    require,
+    sum_gradients,
+)
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -176,8 +182,7 @@ def test_in_a_config_registry(caplog):
 
 def test_the_command_line_of_torchtitan(tmp_path, monkeypatch):
     """The documentation's function in a module of the user, and an option of the loss."""
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
-    (text,) = re.findall(r"```python[^\n]*\n(from logitless.integrations.torchtitan.*?)```", page, re.DOTALL)
+    (text,) = re.findall(r"```python[^\n]*\n(from logitless.integrations.torchtitan.*?)```", PAGE, re.DOTALL)
     (tmp_path / "my_configs.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     words = "--module my_configs --config llama3_8b_logitless --training.steps 2"
@@ -243,9 +248,7 @@ def with_fsdp(kind: str, policy: str, dtype: torch.dtype) -> list[Tensor]:
         pp_enabled=False,
         reshard_after_forward_policy=policy,
     )
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    sum_gradients(model)
     loss_fn = (LogitlessLoss if kind == "ours" else ChunkedLossWrapper).Config().build()
     loss_fn.set_lm_head(model.lm_head)
     for _ in range(2):  # with gradients of the first step dropped
@@ -304,9 +307,7 @@ def trained(kind: str, folder: str, backend: str) -> list[list[float]]:
     config.parallelism.spmd_backend = backend
     config.debug.seed = 1
     trainer = config.build()
-    for part in trainer.model_parts[0].modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)
+    sum_gradients(trainer.model_parts[0])
     logged = []
     with (
         mock.patch.object(utils, "set_pg_timeouts"),  # torch 2.13 has no torch.distributed.set_timeout

@@ -3,7 +3,6 @@
 import importlib
 import re
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,10 +10,19 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from logitless.integrations import verl as module
-from tests.integrations.support import at, check_parameters, check_text, hollow, require
+from tests.integrations.support import (
+    PAGE,
+    at,
+    check_parameters,
+    check_text,
+    hollow,
+    require,
+    sum_gradients,
+    tiny_qwen3,
+)
 from tests.ranks import in_processes
 from tests.support import assert_close
 
@@ -106,12 +114,7 @@ def on_a_rank(sequence_parallel: bool, gather=SummingGather.apply) -> dict[str, 
     given = gather(leaf * 1.0, group, True) if sequence_parallel else leaf * 1.0
     logps, entropy = module.linear_cross_entropy(given, own, labels, 0.7, "none", group)
     scalar(logps, entropy).backward()
-    return {
-        "logps": logps.detach(),
-        "entropy": entropy.detach(),
-        "hidden": leaf.grad,
-        "weight": own.grad,
-    }
+    return {"logps": logps.detach(), "entropy": entropy.detach(), "hidden": leaf.grad, "weight": own.grad}
 
 
 def check_ranks(found: list[dict[str, Tensor]], sequence_parallel: bool) -> None:
@@ -174,8 +177,7 @@ def test_names_and_parameters(verl):
 
 def test_the_options_of_the_documentation():
     """They are keys of verl's config, whose default backend is the one that is replaced."""
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
-    words = re.findall(r"^    actor_rollout_ref\.model\.(\w+)=(\S+)", page, re.MULTILINE)
+    words = re.findall(r"^    actor_rollout_ref\.model\.(\w+)=(\S+)", PAGE, re.MULTILINE)
     assert dict(words) == {"use_fused_kernels": "true", "external_lib": "logitless.integrations.verl_on"}
     config = require("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml"
     model = yaml.safe_load(config.read_text())["actor_rollout_ref"]["model"]
@@ -183,18 +185,9 @@ def test_the_options_of_the_documentation():
     assert model["fused_kernel_options"] == {"impl_backend": "torch"}
 
 
-def actor(dtype: torch.dtype) -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": V}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
-    return model.to(dtype)
-
-
 def scored(backend: str, dtype: torch.dtype, *, impl: str = "torch", **given) -> dict[str, Tensor]:
     """What an actor's forward pass returns, and the gradients of a tiny Qwen3."""
-    model = actor(dtype)
+    model = tiny_qwen3(V, dtype)
     model._verl_fused_kernels_backend = impl
     ids = torch.randint(0, V, (2, S))
     out = at(BACKENDS.format(backend))(model, input_ids=ids, temperature=0.7, return_dict=True, **given)
@@ -262,7 +255,7 @@ def with_fsdp2() -> list[dict[str, Tensor]]:
     hollow("verl", "verl.utils", "verl.utils.kernel", "verl.models", "verl.models.transformers")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ids = torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(rank))
-    twin = actor(torch.float64)
+    twin = tiny_qwen3(V, torch.float64)
     logps, entropy = full(twin.model(ids)[0], twin.lm_head.weight, ids.roll(-1, -1), 0.7)
     scalar(logps.view(2, S), entropy.view(2, S)).backward()
     truth = {"logps": logps.view(2, S), "entropy": entropy.view(2, S)}
@@ -270,14 +263,12 @@ def with_fsdp2() -> list[dict[str, Tensor]]:
         dist.all_reduce(x.grad)
         truth[name] = x.grad / ranks
 
-    model = actor(torch.float32)
+    model = tiny_qwen3(V)
     type(model).forward = at(BACKENDS.format("torch"))
     undo = module.patch()
     for part in (model.model.embed_tokens, *model.model.layers, model.lm_head, model):
         fully_shard(part)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    sum_gradients(model)
     out = model(input_ids=ids, temperature=0.7, return_dict=True)
     undo()
     scalar(out.log_probs.view(2, S), out.entropy.view(2, S)).backward()

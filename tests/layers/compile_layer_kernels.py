@@ -9,7 +9,9 @@ Which Triton compiles is decided by PYTHONPATH, see `test_compile_layers.py`.
 
 import itertools
 import sys
+from contextlib import ExitStack
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from allpairspy import AllPairs
@@ -64,12 +66,9 @@ class Recorder:
 
 def nothing(*shape: int, dtype: torch.dtype, aligned: bool = True) -> Tensor:
     """A tensor without memory; where it is not aligned, it begins three numbers into its storage."""
-    size = torch.Size(shape).numel()
-    return (
-        torch.empty(size + 3, dtype=dtype, device="meta")[0 if aligned else 3 :][:size]
-        .view(shape)
-        .requires_grad_()
-    )
+    size, offset = torch.Size(shape).numel(), 0 if aligned else 3
+    whole = torch.empty(size + 3, dtype=dtype, device="meta")
+    return whole[offset : offset + size].view(shape).requires_grad_()
 
 
 def differentiate(results: Tensor | tuple[Tensor, ...]) -> None:
@@ -167,18 +166,15 @@ def variants(rows: int = 6) -> dict[Variant, object]:
         qk_norm_rope_triton: ("norm_rope_backward_kernel",),
         gated_triton: ("gated_kernel", "gated_backward_kernel"),
     }
-    found, kept, uses_triton = {}, [], operands.uses_triton
-    operands.uses_triton = lambda device, dtype: dtype in TYPES
-    for module, name in ((module, name) for module, names in kernels.items() for name in names):
-        kept.append((module, name, getattr(module, name)))
-        setattr(module, name, Recorder(jitted(kept[-1][2]), name, found))
-    try:
+    found = {}
+    with ExitStack() as patches:
+        supported = mock.patch.object(operands, "uses_triton", lambda device, dtype: dtype in TYPES)
+        patches.enter_context(supported)
+        for module, names in kernels.items():
+            recorders = {name: Recorder(jitted(getattr(module, name)), name, found) for name in names}
+            patches.enter_context(mock.patch.multiple(module, **recorders))
         for run in (run_norms, run_ropes, run_gated):
             run(rows)
-    finally:
-        operands.uses_triton = uses_triton
-        for module, name, kernel in kept:
-            setattr(module, name, kernel)
     assert {v.kernel for v in found} == set(itertools.chain(*kernels.values()))
     return found
 

@@ -137,10 +137,8 @@ def main() -> None:
     for name in words or classes():
         row = compare(name)
         found.append(row)
-        print(
-            f"{name}: {row.verdict}: {row.detail}" + (f" | left: {row.skipped}" if row.skipped else ""),
-            flush=True,
-        )
+        left = f" | left: {row.left}" if row.left else ""
+        print(f"{name}: {row.verdict}: {row.detail}{left}", flush=True)
     print(dict(Counter(row.verdict for row in found)))
     if "--write" in sys.argv:
         text = replaced(PAGE.read_text(), "families", families())

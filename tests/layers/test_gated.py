@@ -7,12 +7,7 @@ from transformers.activations import ACT2FN
 
 from logitless.layers.gated import ACTIVATIONS, gated
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.layers.layer_support import (
-    assert_as_good,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-)
+from tests.layers.layer_support import assert_as_good, outcome, randn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Dtypes of a and b.
@@ -59,18 +54,13 @@ def test_two_tensors(shape, dtypes, activation):
 @activations
 def test_far_from_zero(activation):
     """Saturated on both sides; nothing overflows on the way."""
-    a = torch.tensor(
-        [-1e4, -200.0, -90.0, -20.0, -0.0, 0.0, 20.0, 90.0, 200.0, 1e4], device=DEVICE
-    ).requires_grad_()
+    values = [-1e4, -200.0, -90.0, -20.0, -0.0, 0.0, 20.0, 90.0, 200.0, 1e4]
+    a = torch.tensor(values, device=DEVICE).requires_grad_()
     b = torch.full_like(a, 3.0).requires_grad_()
-    out = gated(a, b, activation=activation)
-    expected = stock(a, b, activation)
+    out, expected = gated(a, b, activation=activation), stock(a, b, activation)
     torch.testing.assert_close(out, expected)
-    upstream = torch.ones_like(a)
-    for found, wanted in zip(
-        torch.autograd.grad(out, (a, b), upstream), torch.autograd.grad(expected, (a, b), upstream)
-    ):
-        torch.testing.assert_close(found, wanted)
+    found, wanted = (torch.autograd.grad(y.sum(), (a, b)) for y in (out, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 @activations

@@ -12,13 +12,7 @@ from logitless.layers.gated import gated
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from logitless.layers.rope import qk_norm_rope, rope
 from tests.kernels.support import DEVICE
-from tests.layers.layer_support import (
-    STRIDES,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-    strided,
-)
+from tests.layers.layer_support import STRIDES, outcome, randn, strided
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 MATRIX, HEADS = (4, 7, 24), (2, 3, 5, 24)
@@ -30,39 +24,30 @@ class Operator:
 
     Attributes:
         call: (**operands) -> a tensor or two.
-        shapes: of the operands, as a function of the first one's.
+        names: of the operands.
         saved: operands, or "result 0", that are kept for the backward pass; "row" is one number a row.
         shape: of the first operand.
     """
 
     call: Callable[..., Tensor | tuple[Tensor, ...]]
-    shapes: Callable[..., dict[str, tuple[int, ...]]]
+    names: tuple[str, ...]
     saved: tuple[str, ...]
     shape: tuple[int, ...] = MATRIX
 
     def operands(self, dtype: torch.dtype = FP32, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        shapes = self.shapes(*(shape or self.shape)).items()
-        return {name: randn(*size, seed=i, dtype=dtype) for i, (name, size) in enumerate(shapes)}
+        shapes = {name: shape_of(name, shape or self.shape) for name in self.names}
+        return {name: randn(*size, seed=i, dtype=dtype) for i, (name, size) in enumerate(shapes.items())}
 
     def results(self, **operands: Tensor) -> tuple[Tensor, ...]:
         found = self.call(**operands)
         return found if isinstance(found, tuple) else (found,)
 
 
-def of_norm(*others: str) -> Callable[..., dict[str, tuple[int, ...]]]:
-    def shapes(*shape: int) -> dict[str, tuple[int, ...]]:
-        vectors = {name: shape[-1:] for name in others if name != "residual"}
-        return {"x": shape} | ({"residual": shape} if "residual" in others else {}) | vectors
-
-    return shapes
-
-
-def of_rope(*shape: int) -> dict[str, tuple[int, ...]]:
-    return {"q": shape, "k": (shape[0], 2, *shape[2:])}
-
-
-def of_qk_norm_rope(*shape: int) -> dict[str, tuple[int, ...]]:
-    return of_rope(*shape) | {"q_weight": shape[-1:], "k_weight": shape[-1:]}
+def shape_of(name: str, first: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an operand, by the shape of the first one."""
+    if name.endswith(("weight", "bias")):
+        return first[-1:]
+    return (first[0], 2, *first[2:]) if name == "k" else first
 
 
 def tables(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,22 +57,22 @@ def tables(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 OPERATORS = {
-    "rms_norm": Operator(rms_norm, of_norm("weight"), ("x", "weight", "row")),
-    "add_rms_norm": Operator(add_rms_norm, of_norm("residual", "weight"), ("result 1", "weight", "row")),
-    "rms_norm_add": Operator(rms_norm_add, of_norm("residual", "weight"), ("x", "weight", "row")),
-    "layer_norm": Operator(layer_norm, of_norm("weight", "bias"), ("x", "weight", "row", "row")),
+    "rms_norm": Operator(rms_norm, ("x", "weight"), ("x", "weight", "row")),
+    "add_rms_norm": Operator(add_rms_norm, ("x", "residual", "weight"), ("result 1", "weight", "row")),
+    "rms_norm_add": Operator(rms_norm_add, ("x", "residual", "weight"), ("x", "weight", "row")),
+    "layer_norm": Operator(layer_norm, ("x", "weight", "bias"), ("x", "weight", "row", "row")),
     "add_layer_norm": Operator(
-        add_layer_norm, of_norm("residual", "weight", "bias"), ("result 1", "weight", "row", "row")
+        add_layer_norm, ("x", "residual", "weight", "bias"), ("result 1", "weight", "row", "row")
     ),
-    "rope": Operator(lambda q, k: rope(q, k, *tables(q)), of_rope, ("table", "table"), HEADS),
+    "rope": Operator(lambda q, k: rope(q, k, *tables(q)), ("q", "k"), ("table", "table"), HEADS),
     "qk_norm_rope": Operator(
         lambda q, k, q_weight, k_weight: qk_norm_rope(q, k, *tables(q), q_weight, k_weight),
-        of_qk_norm_rope,
+        ("q", "k", "q_weight", "k_weight"),
         ("q", "k", "q_weight", "k_weight", "table", "table"),
         HEADS,
     ),
-    "gated": Operator(gated, lambda *shape: {"a": shape, "b": shape}, ("a", "b")),
-    "gated, packed": Operator(gated, lambda *shape: {"a": shape}, ("a",)),
+    "gated": Operator(gated, ("a", "b"), ("a", "b")),
+    "gated, packed": Operator(gated, ("a",), ("a",)),
 }
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 TWO = {
@@ -239,28 +224,30 @@ def test_compiles_into_one_graph(operator):
         torch.testing.assert_close(x, expected[name], atol=0.1, rtol=0.02)
 
 
-@pytest.mark.parametrize("dimension", [0, 1, 2])
-@operators
-def test_addresses_in_64_bits(operator, dimension):
+# The columns of a row are side by side.
+DIMENSIONS = [(name, dimension) for name, op in OPERATORS.items() for dimension in range(len(op.shape) - 1)]
+
+
+@pytest.mark.parametrize(("name", "dimension"), DIMENSIONS)
+def test_addresses_in_64_bits(name, dimension):
     """The third of a dimension lies more than 2^31 numbers behind the first. Untouched memory is free."""
-    if operator.shape == MATRIX and dimension == 2:
-        pytest.skip("the columns of a row are side by side")
+    operator = OPERATORS[name]
     shape, far = (3,) * (len(operator.shape) - 1) + (16,), 2**30 + 64
     strides = [16 * 3 ** (len(shape) - 2 - i) for i in range(len(shape) - 1)] + [1]
     strides[dimension] = far
     given = operator.operands(BF16, shape)
     given = {
-        name: x if x.dim() == 1 else randn(*shape, seed=i, dtype=BF16)
-        for i, (name, x) in enumerate(given.items())
+        each: x if x.dim() == 1 else randn(*shape, seed=i, dtype=BF16)
+        for i, (each, x) in enumerate(given.items())
     }
     expected = outcome(operator.call, given)
     buffer = torch.empty(2 * far + 3**3 * 16, dtype=BF16, device=DEVICE)
     apart = buffer.as_strided(shape, strides)
-    for name, x in given.items():
+    for each, x in given.items():
         if x.dim() > 1:
             apart.copy_(x)
-            for i, y in enumerate(operator.results(**given | {name: apart})):
-                assert torch.equal(y, expected[f"result {i}"]), name
+            for i, y in enumerate(operator.results(**given | {each: apart})):
+                assert torch.equal(y, expected[f"result {i}"]), each
     for which, y in enumerate(operator.results(**given)):
         if y.shape != apart.shape:
             continue
@@ -270,7 +257,7 @@ def test_addresses_in_64_bits(operator, dimension):
         apart.copy_(upstream[which])
         upstream[which] = apart
         found = torch.autograd.grad(results, list(leaves.values()), upstream)
-        assert all(torch.equal(g, expected[f"d_{name}"]) for name, g in zip(leaves, found)), which
+        assert all(torch.equal(g, expected[f"d_{each}"]) for each, g in zip(leaves, found)), which
 
 
 # -- what is refused: the operator, what is changed in its call, and the message
@@ -349,6 +336,7 @@ def test_refused(name, change, message):
         given["cos"], given["sin"] = tables(given["q"])
     with pytest.raises((TypeError, ValueError), match=message):
         FUNCTIONS[name](**given | change)
+    # `rope` has no weights and no rounding, and takes queries alone.
     if name == ROPE and not {"q_weight", "k_weight", "rounding"} & set(change) and change != {"k": None}:
         with pytest.raises((TypeError, ValueError), match=message):
             rope(**{key: x for key, x in (given | change).items() if not key.endswith("weight")})

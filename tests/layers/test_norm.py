@@ -13,14 +13,8 @@ from logitless.layers import norm
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.layers.layer_support import (
-    assert_as_good,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-)
+from tests.layers.layer_support import EPS, assert_as_good, outcome, plain_rms_norm, randn
 
-EPS = 1e-3  # large enough that forgetting it shows
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Dtypes of x, residual, weight (and bias).
 DTYPES = {
@@ -80,13 +74,6 @@ def placed(position: str, normalize, x: Tensor, residual: Tensor | None):
             return residual + normalize(x)
 
 
-def plain_rms_norm(h: Tensor, weight: Tensor | None, gemma: bool) -> Tensor:
-    y = h / torch.sqrt(h.square().mean(-1, keepdim=True) + EPS)
-    if weight is None:
-        return y
-    return y * (1 + weight) if gemma else y * weight
-
-
 def plain_layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     centred = h - h.mean(-1, keepdim=True)
     y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + EPS)
@@ -117,7 +104,7 @@ def rms_variants(module: str, position: str, H: int):
                 return rms_norm_add(x, residual, weight, **options)
 
     def plain(x, residual=None, weight=None):
-        return placed(position, lambda h: plain_rms_norm(h, weight, rounding == "gemma"), x, residual)
+        return placed(position, lambda h: plain_rms_norm(h, weight, rounding), x, residual)
 
     def stocks(x, residual=None, weight=None):
         return placed(position, functional(stock, weight), x, residual)
@@ -129,16 +116,12 @@ def rms_variants(module: str, position: str, H: int):
     "case",
     covering_array(
         {"shape": list(SHAPES), "dtypes": list(DTYPES), "module": list(MODULES), "position": list(POSITIONS)},
-        lambda case: True,
+        has_effect=lambda case: True,
     ),
 )
 def test_rms_norm_is_as_good_as_the_stock_module(case):
-    shape, dtypes, module, position = (
-        SHAPES[case["shape"]],
-        DTYPES[case["dtypes"]],
-        case["module"],
-        case["position"],
-    )
+    shape, dtypes = SHAPES[case["shape"]], DTYPES[case["dtypes"]]
+    module, position = case["module"], case["position"]
     given = operands(shape, dtypes, residual=position != "alone", weight=module != "llama4")
     ours, plain, stock = rms_variants(module, position, shape[-1])
     assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(stock, given))
@@ -153,7 +136,7 @@ def test_rms_norm_is_as_good_as_the_stock_module(case):
             "position": list(POSITIONS[:-1]),
             "vectors": ["weight and bias", "weight", "neither"],
         },
-        lambda case: True,
+        has_effect=lambda case: True,
     ),
 )
 def test_layer_norm_is_as_good_as_torch(case):
@@ -164,9 +147,8 @@ def test_layer_norm_is_as_good_as_torch(case):
     def ours(x, residual=None, weight=None, bias=None):
         if position == "alone":
             return layer_norm(x, weight, bias, eps=EPS)
-        return add_layer_norm(
-            x, residual, weight, bias, eps=EPS, multiplier=0.22 if position == "scaled before" else 1.0
-        )
+        multiplier = 0.22 if position == "scaled before" else 1.0
+        return add_layer_norm(x, residual, weight, bias, eps=EPS, multiplier=multiplier)
 
     def plain(x, residual=None, weight=None, bias=None):
         return placed(position, lambda h: plain_layer_norm(h, weight, bias), x, residual)
@@ -209,8 +191,7 @@ def test_out_dtype(module, out_dtype):
         return y.to(out_dtype), h
 
     assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(rounded, given))
-    layer = layer_norm(given["x"], out_dtype=FP32)
-    assert layer.dtype == FP32
+    assert layer_norm(given["x"], out_dtype=FP32).dtype == FP32
 
 
 def test_leaves_do_not_share_their_gradients():

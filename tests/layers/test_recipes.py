@@ -15,10 +15,7 @@ from logitless.layers import (
     rms_norm_add,
     rope,
 )
-from tests.layers.layer_support import (
-    hardware_rounding,  # noqa: F401
-    randn,
-)
+from tests.layers.layer_support import randn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

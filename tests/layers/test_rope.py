@@ -14,14 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from logitless.layers.rope import qk_norm_rope, rope
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE
-from tests.layers.layer_support import (
-    assert_as_good,
-    hardware_rounding,  # noqa: F401
-    outcome,
-    randn,
-)
+from tests.layers.layer_support import EPS, assert_as_good, outcome, plain_rms_norm, randn
 
-EPS = 1e-3  # large enough that forgetting it shows
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Dtypes of q and k, cos and sin, and the weights.
 DTYPES = {
@@ -105,13 +99,6 @@ def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, R: int, interleaved: boo
     return torch.cat([turned * cos + partner * sin, kept], -1)
 
 
-def plain_norm(x: Tensor, weight: Tensor | None, gemma: bool) -> Tensor:
-    x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS)
-    if weight is None:
-        return x
-    return x * (1 + weight) if gemma else x * weight
-
-
 def operands(shape, dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     B, heads, key_heads, T, D = shape
     found = {
@@ -178,7 +165,7 @@ def test_qk_norm_rope_is_as_good_as_the_stock_modules(case):
         return qk_norm_rope(q, k, cos, sin, q_weight, k_weight, **options)
 
     def plain(q, k, q_weight, k_weight):
-        normalized = (plain_norm(x, w, rounding == "gemma") for x, w in ((q, q_weight), (k, k_weight)))
+        normalized = (plain_rms_norm(x, w, rounding) for x, w in ((q, q_weight), (k, k_weight)))
         return tuple(plain_rotation(x, cos, sin, R, interleaved) for x in normalized)
 
     def stock(q, k, q_weight, k_weight):
@@ -248,7 +235,7 @@ def test_norms_without_weights(weights):
 
     def plain(q, k, q_weight=None, k_weight=None):
         return tuple(
-            plain_rotation(plain_norm(x, w, False), *tables, 16, False)
+            plain_rotation(plain_rms_norm(x, w, "llama"), *tables, 16, False)
             for x, w in ((q, q_weight), (k, k_weight))
         )
 

@@ -1,11 +1,16 @@
 """Tiny models of the families whose layers are fused, and what one step of them gives."""
 
-import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
+
+from logitless.layers import bodies, fused_forwards
 
 SIZES = {
     "hidden_size": 32,
@@ -109,5 +114,23 @@ def assert_same(found: Step, wanted: Step, tolerance: float = 3e-6) -> None:
         assert distance < tolerance, f"{name}: {distance:.1e}"
 
 
-def twin(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts by name how often models call the operators of the fused layers."""
+    calls = Counter()
+
+    def counting(name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def patched(module, *names: str):
+        return mock.patch.multiple(module, **{name: counting(name, getattr(module, name)) for name in names})
+
+    with (
+        patched(fused_forwards, "add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated"),
+        patched(bodies, "rms_norm", "rope"),
+    ):
+        yield calls

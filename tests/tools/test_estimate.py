@@ -2,8 +2,8 @@
 
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,31 +20,32 @@ from logitless import (
     MedusaHeads,
     MedusaLoss,
     MultiTokenLoss,
-    Term,
-    TokenLoss,
     linear_logprobs,
 )
 from logitless.__main__ import main, parser
+from logitless.engine import passes
 from logitless.engine.plan import MIB
-from logitless.tools import doctor
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, TEACHER_H, B, H, K, LossCase, V
-from tests.support import DEVICE, uncompiled
+from tests.support import DEVICE
+from tests.tools.test_check import UNREDUCED
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 T = 11
 SIZES = {"tokens": B * T, "hidden_size": H, "vocab_size": V, "dtype": torch.float32, "device": DEVICE}
 TEACHER = {"teacher_hidden_size": TEACHER_H}
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    with uncompiled():
-        yield
-
-
 def prepared(name: str, **options):
     """A loss, its call's arguments, and the sizes that describe them."""
-    x, sizes = every_loss.given(T), {"sequences": B, "targets": None}
+    x = every_loss.given(T)
+    sizes = SIZES | {"sequences": B, "targets": x.targets}
+    if name == "gathered":
+        loss = DistillationLoss(support="teacher", topk_mode="renormalize")
+        weight = torch.randn(400, H, device=DEVICE, requires_grad=True)
+        best = torch.full_like(x.topk_logprobs[..., :1], -1.0), x.topk_ids[..., :1]
+        sizes |= {"vocab_size": 400, "teacher_topk": 1}
+        return loss, (x.hidden, weight, x.targets), {"teacher_logprobs_topk": best}, sizes
     case = LOSSES[name]
     if isinstance(case, LossCase):
         loss, arguments, inputs = case.prepare(x, every_loss.heads(), **options)
@@ -57,50 +58,31 @@ def prepared(name: str, **options):
         sizes |= {"teacher_topk": K}
     if name in ("multi-token", "Medusa"):
         sizes |= {"heads": 1 if name == "multi-token" else 2}
-    return loss, arguments, inputs, sizes | {"targets": x.targets}
+    return loss, arguments, inputs, sizes
 
 
 # In several chunks, and groups of which some do not fit.
 BUDGETS = {"one chunk": {}, "chunks": {"logits_budget": 5_000}, "no reduction": {"reduction": "none"}}
-
-
-def plans_of(call) -> list:
-    """What the engine plans while `call` runs."""
-    from logitless.engine import passes
-
-    found, original = [], passes.make_plan
-
-    def noted(*arguments, **options):
-        found.append(original(*arguments, **options))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "make_plan", noted)
-        call()
-    return found
+PLANNED = [(name, how) for name in LOSSES for how in BUDGETS if how != "no reduction" or name in UNREDUCED]
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("how", BUDGETS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "how"), PLANNED)
 def test_the_plan_is_the_one_that_runs(name, how):
-    options = BUDGETS[how]
-    if "reduction" in options and name in ("logprobs", "DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa"):
-        pytest.skip("this loss takes no reduction")
-    loss, arguments, inputs, sizes = prepared(name, **options)
+    loss, arguments, inputs, sizes = prepared(name, **BUDGETS[how])
+    ran, make_plan = [], passes.make_plan
 
-    def run():
+    def noted(*arguments, **options):
+        ran.append(make_plan(*arguments, **options))
+        return ran[-1]
+
+    with mock.patch.object(passes, "make_plan", noted):
         out = loss(*arguments, **inputs)
-        value = out.logps.sum() if name == "logprobs" else out.loss.sum()
-        value.backward()
-        return out
-
-    ran = plans_of(run)
-    guess = logitless.estimate(loss, **SIZES, **sizes)
-    assert list(guess.plans) == ran
+        (out.logps if name == "logprobs" else out.loss).sum().backward()
+    assert list(logitless.estimate(loss, **sizes).plans) == ran
     if name != "logprobs":
         with torch.no_grad():
-            assert logitless.estimate(loss, **SIZES, **sizes).plan == loss(*arguments, **inputs).plan
+            assert logitless.estimate(loss, **sizes).plan == loss(*arguments, **inputs).plan
 
 
 # What the counter of torch leaves out.
@@ -126,18 +108,9 @@ COUNTED = {
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(("name", "options", "sizes"), COUNTED.values(), ids=COUNTED)
 def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
-    if name == "gathered":
-        x = every_loss.given(T)
-        loss = DistillationLoss(support="teacher", topk_mode="renormalize")
-        best = (x.topk_logprobs[..., :1] * 0 - 1, x.topk_ids[..., :1])
-        arguments, inputs = (x.hidden, x.weight, x.targets), {"teacher_logprobs_topk": best}
-        sizes = {"sequences": B, "targets": x.targets, "teacher_topk": 1}
-        size = {"vocab_size": 400}
-        arguments = (x.hidden, torch.randn(400, H, device=DEVICE, requires_grad=True), x.targets)
-    else:
-        loss, arguments, inputs, own = prepared(name, **options)
-        inputs, sizes, size = {key: x for key, x in inputs.items() if key != "bias"}, own | sizes, {}
-    x = every_loss.given(T)
+    loss, arguments, inputs, own = prepared(name, **options)
+    x, sizes = every_loss.given(T), own | sizes
+    inputs.pop("bias", None)
     if "reference_hidden_size" in sizes:
         inputs |= {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
         inputs.pop("ref_logps")
@@ -145,14 +118,14 @@ def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         out = loss(*arguments, **inputs)
         (out.logps if name == "logprobs" else out.loss).sum().backward()
-    rows = (x.targets != -100).sum().item()
-    found = logitless.estimate(loss, **SIZES | size, **sizes)
+    rows, vocab = (x.targets != -100).sum().item(), sizes["vocab_size"]
+    found = logitless.estimate(loss, **sizes)
     assert name == "logprobs" or found.plan == out.plan
-    counted = counter.get_total_flops() / (2 * rows * H * (size or SIZES)["vocab_size"])
+    counted = counter.get_total_flops() / (2 * rows * H * vocab)
     assert found.products + found.other_products * TEACHER_H / H == pytest.approx(counted)
     gradients = [x.grad.nbytes for x in arguments[:2] if x.grad is not None]
     assert found.gradient_bytes == sum(gradients)
-    assert found.logits_bytes == B * T * (size or SIZES)["vocab_size"] * 4
+    assert found.logits_bytes == B * T * vocab * 4
 
 
 def test_gathered_columns_are_no_products_in_any_walk():
@@ -324,18 +297,7 @@ def test_what_is_refused(loss, sizes, message):
         logitless.estimate(loss, **SIZES | sizes)
 
 
-SIZED = [
-    "--tokens",
-    "44",
-    "--hidden-size",
-    "8",
-    "--vocab-size",
-    "50",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-]
+SIZED = "--tokens 44 --hidden-size 8 --vocab-size 50 --dtype float32 --device cpu".split()
 
 
 def test_estimate_on_the_command_line(capsys):
@@ -367,27 +329,3 @@ def test_every_option_of_the_command_line_is_explained(command, least):
     (commands,) = (x for x in parser()._actions if isinstance(x.choices, dict))
     actions = commands.choices[command]._actions
     assert len(actions) > least and [x.dest for x in actions if not x.help] == []
-
-
-def test_the_doctor_is_content(capsys):
-    assert main(["doctor"]) == 0
-    told = capsys.readouterr().out
-    assert f"torch {torch.__version__.partition('+')[0]}" in told and "WRONG" not in told
-    for name in ("CrossEntropyLoss", "DPOLoss", "KTOLoss", "GRPOLoss", "JSDLoss"):
-        assert f"{name:16}  ok" in told
-    twins = "none" if DEVICE.type == "cuda" else "bfloat16, float16, float32, float64"
-    assert DEVICE.type == "cuda" or twins in told
-
-
-@dataclass(frozen=True, kw_only=True)
-class DependsOnItsChunk(TokenLoss):
-    def terms(self, stats, batch):
-        return {"loss": Term((stats.logps - stats.logps.mean()) ** 2)}, {}
-
-
-def test_the_doctor_finds_a_wrong_loss(capsys, monkeypatch):
-    right = doctor.main_losses(DEVICE, torch.float32)
-    wrong = [(DependsOnItsChunk(), right[0][1]), *right[:1]]
-    monkeypatch.setattr(doctor, "main_losses", lambda *_: wrong)
-    assert main(["doctor"]) == 1
-    assert "DependsOnItsChunk  WRONG" in capsys.readouterr().out
