@@ -4,8 +4,6 @@ import copy
 import io
 import types
 import warnings
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -17,20 +15,16 @@ from logitless.exchange import STATES
 from logitless.models import patch_model
 from logitless.models.patch import check_trainer_arguments
 
-from ..trl_integration.tiny import VOCAB, tiny_model
+from ..trl_integration.tiny import IDS, INPUTS, LABELS, VOCAB, partition, tiny_model
 from .every import gradients, tiny
-
-IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
-LABELS = torch.where(IDS % 4 == 0, -100, IDS)
-INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": LABELS}
 
 
 def same_as_stock(model, **inputs):
     """Loss and gradients of the model as it is, and of a stock twin."""
-    twin = tiny_model()
+    twin = transformers.AutoModelForCausalLM.from_config(model.config)
     twin.load_state_dict(model.state_dict())
-    theirs, expected = gradients(twin, **inputs or INPUTS)
-    ours, found = gradients(model, **inputs or INPUTS)
+    theirs, expected = gradients(twin, **INPUTS | inputs)
+    ours, found = gradients(model, **INPUTS | inputs)
     assert ours.logits is None
     torch.testing.assert_close(ours.loss, theirs.loss)
     torch.testing.assert_close(found, expected)
@@ -80,6 +74,14 @@ def test_labels_however_they_come(given):
     }[given]()
     torch.testing.assert_close(out.loss, expected)
     assert out.logits is None
+
+
+@pytest.mark.parametrize("family, options", [("llama", {}), ("mixtral", {"output_router_logits": True})])
+def test_num_items_in_batch(family, options):
+    """The cross-entropy is divided by it, and the router loss is not."""
+    model = tiny_model(family, **options)
+    patch_model(model)
+    same_as_stock(model, num_items_in_batch=torch.tensor(50))
 
 
 def test_a_loss_function_of_the_users_is_honoured():
@@ -288,60 +290,14 @@ def test_fp32_head_on_a_half_precision_backbone():
 # --- DeepSpeed ZeRO-3
 
 
-@pytest.mark.parametrize("way", ["patched", "fused_head", "gatherable"])
-def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
-    """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
-    elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
-    from logitless import linear_logprobs
-    from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-    from logitless.trl_integration.head import attach_fused_head, attach_gatherable_logits
-
-    def compute_fields(hidden, head, labels, shift):
-        logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
-        return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
-
+def test_zero_3_gathers_the_head_for_the_calls_of_its_module():
     model = tiny_model()
     _, expected = gradients(model, **INPUTS)
-    model.zero_grad()
-    weight = model.lm_head.weight
-    weight.ds_id, whole = 0, weight.data
-
-    def gather(*_):
-        weight.data = whole
-
-    def release(*_):
-        weight.data = torch.empty(0)
-
-    model.lm_head.register_forward_pre_hook(gather)
-    model.lm_head.register_forward_hook(release)
-    model.lm_head.register_full_backward_pre_hook(gather)
-    weight.register_post_accumulate_grad_hook(release)
-    release()
-    patch, logits, more = None, None, {}
-    attached = nullcontext()
-    if way == "patched":
-        patch = patch_model(model)
-        assert patch.checked.startswith("not checked yet")
-    elif way == "fused_head":
-        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
-        attached = attach_fused_head(lambda chunked: compute_fields)(chunked)(model)
-        more = {"fused_lm_head": True}
-    else:
-        trainer = SimpleNamespace(args=None, is_fsdp_enabled=False, last_plan=None)
-        chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
-        chunked.returns_gatherable_logits = True
-        with attach_gatherable_logits(chunked)(model):
-            logits = model(INPUTS["input_ids"]).logits
-        assert weight.numel() == 0
-    if logits is None:
-        with attached:
-            _, found = gradients(model, **INPUTS, **more)
-    else:
-        targets = INPUTS["labels"][:, 1:]
-        numbers = logits[:, :-1].statistics(targets)["logps"]
-        (-numbers.sum() / (targets != -100).sum()).backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-    assert weight.numel() == 0 and (patch is None or patch.checked == "checked at step 1")
+    partition(model.lm_head)
+    patch = patch_model(model)
+    assert patch.checked.startswith("not checked yet")
+    _, found = gradients(model, **INPUTS)
+    assert patch.checked == "checked at step 1" and model.lm_head.weight.numel() == 0
     torch.testing.assert_close(found, expected)
 
 
@@ -435,8 +391,6 @@ def test_an_unchecked_model_is_not_compiled_silently():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_compiles_into_one_graph(family):
-    if family == "mixtral" and transformers.__version__.startswith("4."):
-        pytest.skip("the stock Mixtral of transformers 4 does not compile into one graph either")
     model = tiny_model(family, **({"output_router_logits": True} if family == "mixtral" else {}))
     expected = model(**INPUTS).loss
     patch_model(model)
@@ -467,11 +421,12 @@ def test_a_forward_pass_that_does_not_call_its_head(monkeypatch):
 
 def test_data_parallel():
     model = tiny_model()
-    patch_model(model)
+    patch = patch_model(model)
     # as torch.nn.parallel.replicate makes it, which needs two GPUs
-    replica = model._replicate_for_data_parallel()
     with pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel"):
-        replica(**INPUTS)
+        model._replicate_for_data_parallel()(**INPUTS)
+    patch()
+    assert model._replicate_for_data_parallel()(**INPUTS).logits is not None
 
 
 def test_label_smoothing_of_the_plain_trainer(tmp_path):

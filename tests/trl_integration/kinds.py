@@ -12,8 +12,10 @@ import transformers
 from accelerate import DistributedType, PartialState
 from datasets import Dataset
 
+import logitless.trl_integration as ours
+
 from .compare import RTOL, STEPS, options, stock, unchanged
-from .tiny import VOCAB, Run, tiny_dataset, tiny_model, train, words
+from .tiny import VOCAB, Run, save, tiny_dataset, tiny_model, train, words
 
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO", "GKD", "Distillation")
 
@@ -106,11 +108,10 @@ def text_reward(prompts, completions, **kwargs) -> list[float]:
     return [len(set(completion)) % 7 / 7 for completion in completions]
 
 
-def teacher(tmp_path, **options) -> transformers.PreTrainedModel:
+def teacher(tmp_path) -> transformers.PreTrainedModel:
     path = tmp_path / "teacher"
     if not path.exists():
-        tiny_model(hidden_size=48, **options).save_pretrained(path)
-        words().save_pretrained(path)
+        save(tiny_model(hidden_size=48), path)
     return transformers.AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -191,6 +192,28 @@ def for_ranks(kind: str) -> dict[str, Any]:
         # Else TRL spreads the reference model over all cards, whoever has them.
         found["model_init_kwargs"] = {"device_map": None}
     return found
+
+
+def rollout(prompt_ids: list[list[int]]) -> list[list[int]]:
+    """Completions that depend on the prompt and on how many it had before, whichever process asks."""
+    seen, found = {}, []
+    for ids in prompt_ids:
+        count = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
+        generator = torch.Generator().manual_seed(1000 * sum(ids) + count)
+        length = torch.randint(2, 7, (), generator=generator)
+        found.append(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+    return found
+
+
+def rolled_out(cls: type) -> type:
+    """The trainer with completions that any number of processes agree on."""
+
+    class RolledOut(cls):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            found = rollout(prompt_ids)
+            return (found, None) if cls is ours.GRPOTrainer else found
+
+    return RolledOut if hasattr(cls, "_generate_single_turn") else cls
 
 
 @contextmanager

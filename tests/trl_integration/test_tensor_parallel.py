@@ -13,17 +13,15 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
-import logitless.trl_integration as ours
 from logitless import CrossEntropyLoss
 from logitless.models import head_of, patch_model
 from logitless.parallel import groups
 from tests.ranks import on_devices
 from tests.support import uncompiled
 
-from .compare import options
-from .kinds import for_ranks, needs, teacher, with_cards
-from .test_distributed import rolled_out
-from .tiny import VOCAB, tiny_model, train, words
+from .compare import options, our_pair
+from .kinds import for_ranks, needs, rolled_out, teacher, with_cards
+from .tiny import VOCAB, save, tiny_model, train, words
 
 try:
     from transformers.distributed import DistributedConfig
@@ -65,14 +63,14 @@ def run(kind: str, what: str, folder, flag: bool) -> dict:
     dataset, settings, trainer = needs(kind, folder)
     model = split_model(folder, family)
     assert isinstance(model.lm_head.weight, DTensor)
-    config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
+    config, cls = our_pair(kind).values()
     settings |= for_ranks(kind)
     if "teacher_model" in trainer and not settings["use_cpu"]:
         trainer["teacher_model"].cuda()
     flags = {name: flag for name in ("use_chunked_loss", *flags)}
     args = config(**options(folder / "out", **settings | SGD | {"max_steps": 2} | flags))
     with uncompiled(), mock.patch.object(groups, "gathered", refused):
-        done = train(cls, args, model, dataset, tokenizer=words(), **trainer)
+        done = train(rolled_out(cls), args, model, dataset, tokenizer=words(), **trainer)
     plan = done.trainer.last_plan
     return {
         # Of a policy that equals its reference, rounding decides who wins.
@@ -138,8 +136,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("split")
     for family in {"gemma2", *(family for family, _ in CASES.values())}:
         uneven = {"vocab_size": VOCAB + 1} if family == "cohere" else {}
-        tiny_model(family, **uneven).save_pretrained(path / family)
-    words().save_pretrained(path / "llama")
+        save(tiny_model(family, **uneven), path / family)
     teacher(path)
     return path
 
@@ -155,11 +152,8 @@ def grid(folder):
 
 
 def check_gradients(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys() and sum(x.norm() for x in expected.values()) > 1e-2
-    for name, x in expected.items():
-        torch.testing.assert_close(
-            found[name], x, rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+    assert sum(x.norm() for x in expected.values()) > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 # Before, the optimizer does not take DTensors beside plain tensors, nor parameters of two meshes.

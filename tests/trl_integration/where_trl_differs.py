@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -19,11 +18,11 @@ import transformers
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 from logitless.trl_integration.head import attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
 
 from ..models.every import labelled, tiny
+from .compare import chunked_loss
 from .tiny import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
@@ -119,8 +118,7 @@ def row(name: str) -> Row:
         own = out.loss.item()
         if router is not None:
             own -= model.config.router_aux_loss_coef * router.item()
-        chunked = ChunkedLoss(SimpleNamespace(args=None, model=model), Adapter("trl:None"), None)
-        with attach_fused_head(make_per_token_fields)(chunked)(model):
+        with attach_fused_head(make_per_token_fields)(chunked_loss(model=model))(model):
             ours = mean_nll(model(**inputs, fused_lm_head=True))
         add_fused_lm_head(model)
         try:
