@@ -76,7 +76,10 @@ def test_labels_however_they_come(given):
     assert out.logits is None
 
 
-@pytest.mark.parametrize("family, options", [("llama", {}), ("mixtral", {"output_router_logits": True})])
+ROUTED = {"output_router_logits": True}
+
+
+@pytest.mark.parametrize("family, options", [("llama", {}), ("mixtral", ROUTED)])
 def test_num_items_in_batch(family, options):
     """The cross-entropy is divided by it, and the router loss is not."""
     model = tiny_model(family, **options)
@@ -367,31 +370,34 @@ def test_a_model_whose_loss_is_not_finite():
     assert patch_model(model).checked == "checked at attach, its head alone (its own loss is nan)"
 
 
-def test_meta_models_are_checked_at_step_1():
+@pytest.fixture
+def patched_on_meta():
+    """A model whose parameters come after its patch, and the patch."""
     with torch.device("meta"):
         model = tiny_model()
     patch = patch_model(model)
     assert patch.checked.startswith("not checked yet: ")
     model.to_empty(device="cpu").load_state_dict(tiny_model().state_dict())
     model.model.rotary_emb = tiny_model().model.rotary_emb
+    return model, patch
+
+
+def test_meta_models_are_checked_at_step_1(patched_on_meta):
+    model, patch = patched_on_meta
     same_as_stock(model)
     assert patch.checked == "checked at step 1"
 
 
-def test_an_unchecked_model_is_not_compiled_silently():
-    with torch.device("meta"):
-        model = tiny_model()
-    patch_model(model)
-    model.to_empty(device="cpu").load_state_dict(tiny_model().state_dict())
-    model.model.rotary_emb = tiny_model().model.rotary_emb
+def test_an_unchecked_model_is_not_compiled_silently(patched_on_meta):
+    model, _ = patched_on_meta
     with torch.compiler.set_stance("default"):
         with pytest.raises(Exception, match="pass unverified=True"):
             torch.compile(model, backend="eager", fullgraph=True)(**INPUTS)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_compiles_into_one_graph(family):
-    model = tiny_model(family, **({"output_router_logits": True} if family == "mixtral" else {}))
+@pytest.mark.parametrize("family, options", [("llama", {}), ("gemma2", {}), ("mixtral", ROUTED)])
+def test_compiles_into_one_graph(family, options):
+    model = tiny_model(family, **options)
     expected = model(**INPUTS).loss
     patch_model(model)
     with torch.compiler.set_stance("default"):

@@ -1,5 +1,6 @@
 """What each kind of trainer needs for a run of a few steps: its data and its settings."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,14 +61,12 @@ LOOSER = ("GRPO", "RLOO", "OnlineDPO", "A2PO", "GMPO", "Distillation")
 LOOSER += ("SDFT", "SDPO", "IWOPD", "GOLD", "ServerDistillation")
 
 
-def sequences(examples: int, seed: int, low=2, high=12) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(low, high, (examples,), generator=generator).tolist()
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
 def text(examples: int, seed: int) -> list[str]:
-    return [" ".join(f"w{i}" for i in row) for row in sequences(examples, seed)]
+    """Lines of 2 to 11 words."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 12, (examples,), generator=generator).tolist()
+    rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [" ".join(f"w{i}" for i in row) for row in rows]
 
 
 def preference_dataset(examples=24) -> Dataset:
@@ -214,6 +213,14 @@ def rolled_out(cls: type) -> type:
             return (found, None) if cls is ours.GRPOTrainer else found
 
     return RolledOut if hasattr(cls, "_generate_single_turn") else cls
+
+
+def attempt(function: Callable, *args: Any) -> Any:
+    """What the function returns, or as text what it raises, so that a rank goes on with the next trainer."""
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()
 
 
 @contextmanager

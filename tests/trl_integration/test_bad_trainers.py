@@ -88,7 +88,7 @@ def test_names_that_trl_has_moved(tmp_path):
     assert "training_step" not in vars(trainer)
 
 
-def test_gkd_s_teacher_with_a_head_that_zero_3_partitions(folder):
+def test_gkd_s_teacher_with_an_emptied_head(folder):
     found = []
 
     def change(trainer):

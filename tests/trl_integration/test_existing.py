@@ -4,31 +4,55 @@ import pytest
 import torch
 import transformers
 import trl
+from datasets import Dataset
 
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
-from .compare import options, sft_trainer
+from .compare import adapted, options, sft_trainer
 from .kinds import preference_dataset
-from .tiny import tiny_dataset, tiny_model, words
+from .tiny import Run, tiny_dataset, tiny_model, train, words
+
+
+def labelled_dataset() -> Dataset:
+    """Rows of one length, which the plain trainer's collator needs."""
+    rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
+    return rows.map(lambda row: {"labels": row["input_ids"]})
+
+
+def losses_of(run: Run) -> list[float]:
+    return [log["loss"] for log in run.logs if "loss" in log]
 
 
 def test_patched_model_in_the_plain_trainer(tmp_path):
-    losses = []
+    args = transformers.TrainingArguments(**options(tmp_path, gradient_accumulation_steps=2))
+    data, losses = labelled_dataset(), []
     for patched in (False, True):
         model = tiny_model()
         if patched:
             patch_model(model)
-        rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
-        data = rows.map(lambda row: {"labels": row["input_ids"]})
-        args = transformers.TrainingArguments(**options(tmp_path, gradient_accumulation_steps=2))
-        trainer = transformers.Trainer(model, args=args, train_dataset=data, eval_dataset=data)
-        trainer.train()
-        losses.append(
-            [log["loss"] for log in trainer.state.log_history if "loss" in log]
-            + [trainer.evaluate()["eval_loss"]]
-        )
+        run = train(transformers.Trainer, args, model, data, eval_dataset=data)
+        losses.append([*losses_of(run), run.trainer.evaluate()["eval_loss"]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_peft_model_with_a_task_type_in_the_plain_trainer(tmp_path, bf16):
+    def flagged(*args, **kwargs):
+        trainer = transformers.Trainer(*args, **kwargs)
+        apply_to(trainer)
+        return trainer
+
+    def run(cls) -> Run:
+        args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
+        return train(cls, args, adapted(tiny_model(), task_type="CAUSAL_LM"), labelled_dataset())
+
+    theirs, mine = run(transformers.Trainer), run(flagged)
+    assert mine.trainer.last_plan is not None
+    rtol = 3e-2 if bf16 else 1e-3
+    assert losses_of(mine) == pytest.approx(losses_of(theirs), rel=rtol)
+    for name, grad in theirs.gradients[0].items():
+        assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()
 
 
 def test_a_compute_loss_that_takes_any_keyword(tmp_path):

@@ -3,7 +3,6 @@ and the optimizer's state (ZeRO-2), train two steps with the flag off and on, an
 parameters."""
 
 import importlib.util
-import traceback
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from tests.ranks import on_devices
 from tests.support import uncompiled
 
 from .compare import options, our_pair
-from .kinds import for_ranks, needs, rolled_out, with_cards
+from .kinds import attempt, for_ranks, needs, rolled_out, with_cards
 from .tiny import train, words
 
 pytestmark = pytest.mark.ranks
@@ -107,17 +106,14 @@ def run(engine: str, kind: str, folder, **flags) -> dict:
     }
 
 
-def both(engine: str, kind: str, folder) -> list[dict] | str:
-    try:
-        return [run(engine, kind, folder, use_chunked_loss=flag) for flag in (False, True)]
-    except Exception:
-        return traceback.format_exc()  # the other trainers are tried all the same
+def both(engine: str, kind: str, folder) -> list[dict]:
+    return [run(engine, kind, folder, use_chunked_loss=flag) for flag in (False, True)]
 
 
 def everything(engine: str, folder) -> dict:
     # Accelerate takes DeepSpeed's processes as they are.
     with with_cards() if engine == "fsdp2" else torch.device("cpu"):
-        return {kind: both(engine, kind, folder) for kind in KINDS}
+        return {kind: attempt(both, engine, kind, folder) for kind in KINDS}
 
 
 without_deepspeed = pytest.mark.skipif(

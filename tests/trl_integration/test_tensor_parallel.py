@@ -2,7 +2,6 @@
 beside FSDP2: the flag takes the head in shards of rows as it is, and training goes as without it."""
 
 import inspect
-import traceback
 import warnings
 from unittest import mock
 
@@ -20,7 +19,7 @@ from tests.ranks import on_devices
 from tests.support import uncompiled
 
 from .compare import options, our_pair
-from .kinds import for_ranks, needs, rolled_out, teacher, with_cards
+from .kinds import attempt, for_ranks, needs, rolled_out, teacher, with_cards
 from .tiny import VOCAB, save, tiny_model, train, words
 
 try:
@@ -59,6 +58,8 @@ def split_model(folder, family: str) -> transformers.PreTrainedModel:
 
 
 def run(kind: str, what: str, folder, flag: bool) -> dict:
+    # Accelerate keeps the first trainer's parallelism for the process.
+    AcceleratorState._reset_state(True)
     family, flags = CASES.get((kind, what), ("llama", ()))
     dataset, settings, trainer = needs(kind, folder)
     model = split_model(folder, family)
@@ -109,15 +110,6 @@ def own_loop(folder) -> dict:
         if how == "patched":
             found["checked"] = undo.checked
     return found
-
-
-def attempt(function, *args) -> dict | str:
-    # Accelerate keeps the first trainer's parallelism for the process.
-    AcceleratorState._reset_state(True)
-    try:
-        return function(*args)
-    except Exception:
-        return traceback.format_exc()  # the others are tried all the same
 
 
 def everything(folder) -> dict:

@@ -107,26 +107,27 @@ def pairs(kind, folder, base, **more):
     return [step(kind, folder, trainer=base, change=change, **more) for change in (unchanged, flagged)]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("base", [Focal, Added], ids=lambda cls: cls.__name__)
-def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, lora):
-    more = {"wrap": adapted} if lora else {}
-    assert_same_run(*pairs("SFT", folder, base, loss_type=loss_type, max_steps=2, **more), rtol=1e-3)
+WHOLE_OR_LORA = pytest.mark.parametrize("wrap", [unchanged, adapted], ids=["whole", "lora"])
+
+
+@WHOLE_OR_LORA
+@pytest.mark.parametrize("base, loss_type", [(Focal, "nll"), (Added, "nll"), (Added, "dft")])
+def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, wrap):
+    runs = pairs("SFT", folder, base, loss_type=loss_type, max_steps=2, wrap=wrap)
+    assert_same_run(*runs, rtol=1e-3)
     # A frozen head projects the tokens again for the entropy's gradient.
-    assert calls.number == 2 * (base is Added) + 2 * (2 if lora else 1)
+    assert calls.number == 2 * (base is Added) + 2 * (2 if wrap is adapted else 1)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@WHOLE_OR_LORA
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_a_scheduled_entropy_bonus(folder, kind, lora):
+def test_a_scheduled_entropy_bonus(folder, kind, wrap):
     base = scheduled(getattr(trl, f"{kind}Trainer"), lambda step: 0.3 if step else 0.0)
-    more = {"wrap": adapted} if lora else {}
-    assert_same_run(*pairs(kind, folder, base, max_steps=3, **more), rtol=2e-3)
+    assert_same_run(*pairs(kind, folder, base, max_steps=3, wrap=wrap), rtol=2e-3)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_grpo_with_an_adaptive_entropy_bonus(folder, lora):
+@WHOLE_OR_LORA
+def test_grpo_with_an_adaptive_entropy_bonus(folder, wrap):
     """Its coefficient starts at 0 and moves between two steps."""
     settings = {
         "use_adaptive_entropy": True,
@@ -134,8 +135,7 @@ def test_grpo_with_an_adaptive_entropy_bonus(folder, lora):
         "entropy_coef_delta": 0.2,
         "entropy_coef_max": 1.0,
     }
-    more = {"wrap": adapted} if lora else {}
-    runs = pairs("GRPO", folder, trl.GRPOTrainer, max_steps=4, beta=0.0, **settings, **more)
+    runs = pairs("GRPO", folder, trl.GRPOTrainer, max_steps=4, beta=0.0, wrap=wrap, **settings)
     assert_same_run(*runs, rtol=2e-3)
 
 
@@ -342,27 +342,3 @@ def test_patch_model_under_peft_with_a_task_type(return_dict):
         numbers.append([out.loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     torch.testing.assert_close(numbers[1], numbers[0], rtol=1e-4, atol=1e-6)
     assert out.logits is None
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_transformers_trainer_of_a_peft_model_with_a_task_type(tmp_path, bf16):
-    def run(flag):
-        def build(*args, **kwargs):
-            trainer = transformers.Trainer(*args, **kwargs)
-            if flag:
-                apply_to(trainer)
-            return trainer
-
-        rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
-        data = rows.map(lambda row: {"labels": row["input_ids"]})
-        args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
-        return train(build, args, adapted(tiny_model(), task_type="CAUSAL_LM"), data)
-
-    theirs, mine = run(False), run(True)
-    assert mine.trainer.last_plan is not None
-    rtol = 3e-2 if bf16 else 1e-3
-    assert [log["loss"] for log in mine.logs[:2]] == pytest.approx(
-        [log["loss"] for log in theirs.logs[:2]], rel=rtol
-    )
-    for name, grad in theirs.gradients[0].items():
-        assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()

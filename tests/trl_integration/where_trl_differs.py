@@ -26,7 +26,6 @@ from .compare import chunked_loss
 from .tiny import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
-BEGIN, END = "<!-- tests:where_trl_differs -->", "<!-- /tests:where_trl_differs -->"
 VISION = {
     "image_size": 8,
     "patch_size": 4,
@@ -147,5 +146,6 @@ if __name__ == "__main__":
     text = "\n".join(table())
     print(text)
     if "--write" in sys.argv:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        from benchmarks.pages import rewrite
+
+        rewrite(PAGE, "where_trl_differs", text, kind="tests")
