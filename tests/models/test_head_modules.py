@@ -18,12 +18,14 @@ from logitless import (
     ORPOLoss,
     linear_cross_entropy,
     linear_logprobs,
+    linear_topk,
 )
 from logitless.engine.head_view import HeadView
 from logitless.models import head_of, patch_model
 from logitless.models.probes import check_head
 
 from ..trl_integration.tiny import VOCAB, tiny_model
+from .every import tiny
 
 B, T, H, V = 4, 5, 8, 23
 
@@ -232,8 +234,6 @@ def test_options_of_a_reference_and_a_teacher(loss, field):
 
 
 def test_head_of_a_module_and_of_layers_in_front():
-    from .every import tiny
-
     linear = head()
     assert head_of(linear) == HeadView(linear.weight, linear.bias)
     with pytest.raises(
@@ -375,8 +375,6 @@ def test_compiles_into_one_graph(family):
 
 
 def test_several_ids_of_a_head_module():
-    from logitless import linear_topk
-
     hidden, head, ids = torch.randn(5, 8), nn.Linear(8, 30), torch.randint(30, (5, 3))
     given, plain = linear_logprobs(hidden, head, ids), head(hidden).log_softmax(-1)
     torch.testing.assert_close(given.logps, plain.gather(-1, ids), rtol=1e-5, atol=1e-5)

@@ -9,6 +9,8 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from torch import nn
 
 from logitless.exchange import STATES
@@ -198,8 +200,6 @@ def test_gradient_checkpointing(reentrant):
 
 def autocast_by_accelerate(model):
     """As `Accelerator.prepare_model` does with mixed_precision="bf16"."""
-    from accelerate.utils import convert_outputs_to_fp32
-
     model._original_forward = model.forward
     new = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward.__func__)
     model.forward = types.MethodType(new, model)
@@ -230,8 +230,6 @@ def test_accelerates_autocast(first, undone):
 
 
 def test_accelerate_takes_its_own_wrapper_off_and_not_ours():
-    from accelerate.utils import extract_model_from_parallel
-
     model = tiny_model()
     patch_model(model)
     autocast_by_accelerate(model)
@@ -241,8 +239,6 @@ def test_accelerate_takes_its_own_wrapper_off_and_not_ours():
 
 def test_a_head_with_a_hook_of_accelerate():
     """As with a device_map: the hook moves the head's input, and ours must not lose the head for it."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
     model = tiny_model()
     add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu"))
     patch = patch_model(model)

@@ -145,7 +145,7 @@ def batches(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def needs(kind: str, folder: Path) -> tuple[Dataset, dict[str, Any], dict[str, Any]]:
     """(dataset, settings of the config, arguments of the trainer)."""
-    settings, trainer = SETTINGS.get(kind, {}), {}
+    settings, trainer = dict(SETTINGS.get(kind, {})), {}
     if kind in ("GRPO", "RLOO", "GMPO", "SDPO"):
         trainer["reward_funcs"] = reward
     if kind in ("OnlineDPO", "A2PO"):

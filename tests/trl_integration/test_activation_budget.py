@@ -140,10 +140,9 @@ def test_out_of_memory_in_a_step(tmp_path):
         undo()
 
 
-@pytest.mark.parametrize("budget, error", [(0, ValueError), ("ten", ValueError), (1.5, TypeError)])
-def test_bad_budgets(tmp_path, budget, error):
-    with pytest.raises(error, match="activation_budget: expected a positive number of bytes, got"):
-        ours.SFTConfig(**options(tmp_path, activation_budget=budget))
+def test_a_bad_budget(tmp_path):
+    with pytest.raises(ValueError, match="activation_budget: expected a positive number of bytes, got 0"):
+        ours.SFTConfig(**options(tmp_path, activation_budget=0))
 
 
 def assert_refused(trainer, message: str) -> None:

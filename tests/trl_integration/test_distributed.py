@@ -38,7 +38,7 @@ ALONE = {kind: {"gradient_accumulation_steps": 2} for kind in KINDS} | dict.from
 
 def run(kind: str, folder, **changes) -> dict:
     dataset, settings, trainer = needs(kind, folder)
-    settings = settings | {"use_chunked_loss": True, "logits_budget": 2**14}
+    settings |= {"use_chunked_loss": True, "logits_budget": 2**14}
     settings |= {"max_grad_norm": 1e9, "max_steps": STEPS}
     settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
     # In the two processes only.
