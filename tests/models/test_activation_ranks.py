@@ -1,6 +1,7 @@
 """`fit_activations` over two processes: FSDP2, with the budget put on before and after, and DDP."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -42,14 +43,10 @@ def sharded(model: nn.Module, **options) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def parallel(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 def run(kind: str) -> dict:
     """By the share: whether loss and gradients are equal to those without a budget, held bytes, plan."""
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if kind == "FSDP2, bf16" else {}
-    wrap = parallel if kind == "DDP" else lambda model: sharded(model, **options)
+    wrap = DistributedDataParallel if kind == "DDP" else partial(sharded, **options)
     model = tiny("Qwen3", num_hidden_layers=LAYERS).train()
     fuse_layers(model)
     stock = wrap(copy.deepcopy(model))
@@ -58,8 +55,7 @@ def run(kind: str) -> dict:
     whole(model)
     whole(model)
     alone()
-    first = kind == "FSDP2, budget first"
-    if first:
+    if kind == "FSDP2, budget first":
         fitted = fit_activations(model, 10**9)
         model = wrap(model)
     else:

@@ -50,15 +50,30 @@ def equal(found: Step, wanted: Step) -> bool:
     return same and all(torch.equal(found.gradients[name], x) for name, x in wanted.gradients.items())
 
 
-def seeded(model: nn.Module, ids: torch.Tensor, autocast: bool = False) -> tuple[Step, torch.Tensor]:
-    """A step from a fixed random state, and the state after it."""
+def seeded(model: nn.Module, ids: torch.Tensor, autocast: bool, between=lambda: 0) -> tuple:
+    """A step from a fixed random state, the state after it, and `between()` before the backward pass."""
     torch.manual_seed(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids).loss
+    noted = between()
     model.zero_grad(set_to_none=True)
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Step(loss.detach(), found), torch.get_rng_state()
+    return Step(loss.detach(), found), torch.get_rng_state(), noted
+
+
+def counted(model: nn.Module, ids: torch.Tensor):
+    """A budget for all, after the two steps in which the bytes of the layers become known."""
+    fitted = fit_activations(model, PLENTY)
+    for _ in range(2):
+        step(model, ids)
+    return fitted
+
+
+def budget_of(fitted, level: str) -> int:
+    """What the layers hold at that level."""
+    costs, shared = fitted.costs
+    return shared + sum(cost[level] for cost in costs)
 
 
 def ends(model: nn.Module, ids: torch.Tensor) -> tuple[int, int]:
@@ -91,13 +106,14 @@ CASES = {
 def test_gradients_are_equal_and_bytes_within_the_budget(case):
     """Budgets from the least to plenty: bytes and sets of upgrades only grow."""
     model, ids, autocast = made(**CASES[case]), batch(), case == "autocast"
-    truth, state = seeded(model, ids, autocast)
+    truth, state, _ = seeded(model, ids, autocast)
     assert all(x.norm() > 0 for name, x in truth.gradients.items() if "expert" not in name)
     fitted = fit_activations(model, PLENTY)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(input_ids=ids, labels=ids)
-    least = fitted.held_bytes
-    del out
+
+    def held_bytes() -> int:
+        return fitted.held_bytes
+
+    _, _, least = seeded(model, ids, autocast, held_bytes)
     seeded(model, ids, autocast)
     most, ranks = fitted.last_plan.bytes, {"full": 0, "cheap": 1, "keep": 2}
     assert least < most and set(fitted.last_plan.levels) == {"keep"}
@@ -105,18 +121,11 @@ def test_gradients_are_equal_and_bytes_within_the_budget(case):
     budgets = [least + (most - least) * part // 7 for part in range(8)]
     for budget in budgets:
         fitted.budget = budget
-        torch.manual_seed(3)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids).loss
-        held = fitted.held_bytes
+        found, after, held = seeded(model, ids, autocast, held_bytes)
         # Positions and masks are counted, and some are held by layers under "full" alone.
         shared = 8 * ids.shape[1] + 2 * 4 * ids.numel() * ids.shape[1]
         assert 0 <= fitted.last_plan.bytes - held <= shared and fitted.last_plan.bytes <= budget
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert equal(Step(loss.detach(), found), truth) and torch.equal(torch.get_rng_state(), state)
-        assert fitted.held_bytes == 0
+        assert equal(found, truth) and torch.equal(after, state) and fitted.held_bytes == 0
         levels = tuple(ranks[level] for level in fitted.last_plan.levels)
         assert held >= held_before and all(now >= was for now, was in zip(levels, levels_before))
         held_before, levels_before = held, levels
@@ -295,16 +304,11 @@ def test_a_call_is_what_it_was():
     fit_activations(model, PLENTY)
     out = model(input_ids=ids, output_hidden_states=True)
     assert out.past_key_values is None and len(out.hidden_states) == LAYERS + 1
+    cache = model(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(
         ValueError, match="past_key_values: expected None under an activation budget, got Dyn"
     ):
-        model(input_ids=ids, past_key_values=model(ids, use_cache=True).past_key_values or _cache(model))
-
-
-def _cache(model: nn.Module):
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
+        model(input_ids=ids, past_key_values=cache)
 
 
 def test_hidden_states_that_a_caller_keeps():
@@ -345,19 +349,27 @@ def test_the_log_line_and_the_report(caplog):
 # --- What is refused, and what goes wrong
 
 
-def test_what_is_refused():
+@pytest.mark.parametrize(
+    "budget, error",
+    [
+        (0, ValueError),
+        (-5, ValueError),
+        (True, TypeError),
+        (1.5, TypeError),
+        ("12 apples", ValueError),
+        ("", ValueError),
+        ("-3GiB", ValueError),
+    ],
+)
+def test_budgets_that_are_refused(budget, error):
     model = made()
-    for budget, kind, text in (
-        (0, ValueError, "expected a positive number of bytes, got 0; write"),
-        (-5, ValueError, "got -5"),
-        (True, TypeError, "got True"),
-        (1.5, TypeError, "got 1.5"),
-        ("12 apples", ValueError, "got '12 apples'"),
-        ("", ValueError, "got ''"),
-        ("-3GiB", ValueError, "got '-3GiB'"),
-    ):
-        with pytest.raises(kind, match=f"activation_budget: .*{text}"):
-            fit_activations(model, budget)
+    expected = f"activation_budget: expected a positive number of bytes, got {budget!r}; write"
+    with pytest.raises(error, match=expected):
+        fit_activations(model, budget)
+    assert not hasattr(model.model, "_logitless_states")
+
+
+def test_models_that_are_refused():
     with pytest.raises(TypeError, match="model: expected a module, got str; pass a model"):
         fit_activations("model", 5)
     small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
@@ -366,11 +378,8 @@ def test_what_is_refused():
         fit_activations(encoder, 5)
     with pytest.raises(ValueError, match="expected a language model, got LlamaForSequenceClassification"):
         fit_activations(LlamaForSequenceClassification(made().config), 5)
-    with pytest.raises(
-        ValueError, match="expected decoder layers that can be checkpointed .* got Linear with"
-    ):
+    with pytest.raises(ValueError, match="decoder layers that can be checkpointed .* got Linear with"):
         fit_activations(nn.Linear(2, 2), 5)
-    assert not hasattr(model.model, "_logitless_states")
 
 
 def test_texts_of_budgets():
@@ -401,18 +410,18 @@ def test_a_budget_below_the_inputs():
     step(model, ids)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 1])
-def test_a_tensor_that_is_changed_in_place(share):
+@pytest.mark.parametrize(
+    "share, name",
+    [(0.2, "model.embed_tokens"), (0.5, "model.layers.2.mlp.up_proj"), (1, "model.layers.2.mlp.up_proj")],
+)
+def test_a_tensor_that_is_changed_in_place(share, name):
     """As in the model without a budget."""
     model, ids = made(), batch()
     _, most = ends(model, ids)
     fit_activations(model, int(share * most))
     step(model, ids)
-    inside = model.model.layers[0 if share == 0.2 else 2]
-    place = {0.2: inside, 0.5: inside.mlp.up_proj, 1: inside.mlp.up_proj}[share]
     seen = []
-    keep = lambda _, args, out: seen.append(args[0] if place is inside else out)
-    handle = place.register_forward_hook(keep)
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(out))
     loss = model(input_ids=ids, labels=ids).loss
     handle.remove()
     with torch.no_grad():
@@ -515,9 +524,7 @@ def test_counts_of_sizes_that_were_not_seen():
 
 def test_adapters_that_are_added_later_are_counted_in_the_next_pass():
     model, ids = made(), batch()
-    fitted = fit_activations(model, PLENTY)
-    for _ in range(2):
-        step(model, ids)
+    fitted = counted(model, ids)
     before = fitted.last_plan.bytes
     get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
     model.requires_grad_(True)
@@ -543,11 +550,9 @@ def test_dropout_that_is_switched_on_later_is_noticed(level, monkeypatch):
     """Modules and parameters stay what they were: the check of one layer finds it."""
     monkeypatch.setattr(activations, "CHECK_EVERY", 1)
     model, ids = made(attention_dropout=0.0, attn_implementation="eager"), batch()
-    fitted = fit_activations(model, PLENTY)
-    for _ in range(2):
-        step(model, ids)
-    costs, shared = fitted.costs
-    fitted.budget = shared + sum(cost[level] for cost in costs)
+    fitted = counted(model, ids)
+    costs, _ = fitted.costs
+    fitted.budget = budget_of(fitted, level)
     step(model, ids)
     assert fitted.last_plan.levels == (level,) * LAYERS
     for layer in model.model.layers:
@@ -556,20 +561,15 @@ def test_dropout_that_is_switched_on_later_is_noticed(level, monkeypatch):
         step(model, ids)
     found, _ = fitted.costs
     fitted()
-    fitted = fit_activations(model, PLENTY)
-    for _ in range(2):
-        step(model, ids)
-    assert costs[0][level] < found[0][level] and found == fitted.costs[0]
+    expected, _ = counted(model, ids).costs
+    assert costs[0][level] < found[0][level] and found == expected
 
 
 def test_known_layers_refuse_parameters_that_changed_before_the_backward_pass():
     """As the model without a budget does."""
     model, ids = made(), batch()
-    fitted = fit_activations(model, PLENTY)
-    for _ in range(2):
-        step(model, ids)
-    costs, shared = fitted.costs
-    fitted.budget = shared + sum(cost["cheap"] for cost in costs)
+    fitted = counted(model, ids)
+    fitted.budget = budget_of(fitted, "cheap")
     loss = model(input_ids=ids, labels=ids).loss
     assert fitted.last_plan.levels == ("cheap",) * LAYERS
     with torch.no_grad():

@@ -18,12 +18,14 @@ from logitless import (
     ORPOLoss,
     linear_cross_entropy,
     linear_logprobs,
+    linear_topk,
 )
 from logitless.engine.head_view import HeadView
 from logitless.models import head_of, patch_model
 from logitless.models.probes import check_head
 
 from ..trl_integration.tiny import VOCAB, tiny_model
+from .every import tiny
 
 B, T, H, V = 4, 5, 8, 23
 
@@ -217,25 +219,21 @@ def test_head_of_a_model_brings_its_options(family, softcap, scale):
         CrossEntropyLoss(logit_scale=0.3)(hidden, view, ids)
 
 
-def test_options_of_a_reference_and_a_teacher():
+@pytest.mark.parametrize("loss, field", [(DistillationLoss, "teacher"), (DPOLoss, "ref")])
+def test_options_of_a_reference_and_a_teacher(loss, field):
     hidden, plain = random(B, T, H), head()
     capped = HeadView(plain.weight, plain.bias, softcap=2.0, logit_scale=0.5, of_model=True)
-    for call, field, loss in (
-        (
-            lambda loss, w: loss(hidden, plain, TARGETS, teacher_hidden=hidden, teacher_weight=w),
-            "teacher",
-            DistillationLoss,
-        ),
-        (lambda loss, w: loss(hidden, plain, TARGETS, ref_hidden=hidden, ref_weight=w), "ref", DPOLoss),
-    ):
-        options = {f"{field}_softcap": 2.0, f"{field}_logit_scale": 0.5}
-        found, expected = call(loss(), capped).loss, call(loss(**options), plain).loss
-        assert torch.equal(found, expected) and found != call(loss(), plain).loss
+
+    def call(loss, second_head):
+        given = {f"{field}_hidden": hidden, f"{field}_weight": second_head}
+        return loss(hidden, plain, TARGETS, **given).loss
+
+    options = {f"{field}_softcap": 2.0, f"{field}_logit_scale": 0.5}
+    found = call(loss(), capped)
+    assert torch.equal(found, call(loss(**options), plain)) and found != call(loss(), plain)
 
 
 def test_head_of_a_module_and_of_layers_in_front():
-    from .every import tiny
-
     linear = head()
     assert head_of(linear) == HeadView(linear.weight, linear.bias)
     with pytest.raises(
@@ -319,38 +317,26 @@ def parametrised():
     return linear
 
 
-def foreign(package, name):
-    return type(name, (nn.Linear,), {"__module__": f"{package}.nn"})(H, V)
+def foreign(package):
+    return type("QuantLinear", (nn.Linear,), {"__module__": f"{package}.nn"})(H, V)
 
 
 @pytest.mark.parametrize(
     "made, message",
     [
-        (hooked, "weight: expected a head without forward hooks .*, got a hooked or overridden one; remove"),
-        (
-            parametrised,
-            "weight: .*got torch.nn.utils.parametrize.ParametrizedLinear; pass the weight that it",
-        ),
-        (
-            lambda: nn.Embedding(V, H),
-            "weight: expected a tensor .V, H., or an LM head.*got torch.nn.*Embedding",
-        ),
-        (
-            lambda: foreign("bitsandbytes", "Linear4bit"),
-            "bitsandbytes.nn.Linear4bit; .*llm_int8_skip_modules",
-        ),
-        (
-            lambda: foreign("gptqmodel", "TorchQuantLinear"),
-            "gptqmodel.nn.TorchQuantLinear; leave the LM head out",
-        ),
-        (lambda: foreign("awq", "WQLinear_GEMM"), "awq.nn.WQLinear_GEMM; leave the LM head out"),
-        (lambda: "lm_head.weight", "weight: expected a tensor .V, H., or an LM head.*got str"),
+        (hooked, "a head without forward hooks .*, got a hooked or overridden one; remove"),
+        (parametrised, ".*got torch.nn.utils.parametrize.ParametrizedLinear; pass the weight that it"),
+        (lambda: nn.Embedding(V, H), "a tensor .V, H., or an LM head.*got torch.nn.*Embedding"),
+        (lambda: foreign("bitsandbytes"), ".*got bitsandbytes.nn.QuantLinear; .*llm_int8_skip_modules"),
+        (lambda: foreign("gptqmodel"), ".*got gptqmodel.nn.QuantLinear; leave the LM head out"),
+        (lambda: foreign("awq"), ".*got awq.nn.QuantLinear; leave the LM head out"),
+        (lambda: "lm_head.weight", "a tensor .V, H., or an LM head.*got str"),
     ],
     ids=["hook", "parametrisation", "embedding", "bitsandbytes", "gptq", "awq", "text"],
 )
 def test_heads_that_only_their_own_forward_can_read(made, message):
     for call in (CrossEntropyLoss(), linear_cross_entropy, linear_logprobs):
-        with pytest.raises((TypeError, ValueError), match=message):
+        with pytest.raises((TypeError, ValueError), match=f"^weight: expected {message}"):
             call(random(B, T, H), made(), TARGETS)
 
 
@@ -389,8 +375,6 @@ def test_compiles_into_one_graph(family):
 
 
 def test_several_ids_of_a_head_module():
-    from logitless import linear_topk
-
     hidden, head, ids = torch.randn(5, 8), nn.Linear(8, 30), torch.randint(30, (5, 3))
     given, plain = linear_logprobs(hidden, head, ids), head(hidden).log_softmax(-1)
     torch.testing.assert_close(given.logps, plain.gather(-1, ids), rtol=1e-5, atol=1e-5)

@@ -4,33 +4,29 @@ import copy
 import io
 import types
 import warnings
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from torch import nn
 
 from logitless.exchange import STATES
 from logitless.models import patch_model
 from logitless.models.patch import check_trainer_arguments
 
-from ..trl_integration.tiny import VOCAB, tiny_model
+from ..trl_integration.tiny import IDS, INPUTS, LABELS, VOCAB, partition, tiny_model
 from .every import gradients, tiny
-
-IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
-LABELS = torch.where(IDS % 4 == 0, -100, IDS)
-INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": LABELS}
 
 
 def same_as_stock(model, **inputs):
     """Loss and gradients of the model as it is, and of a stock twin."""
-    twin = tiny_model()
+    twin = transformers.AutoModelForCausalLM.from_config(model.config)
     twin.load_state_dict(model.state_dict())
-    theirs, expected = gradients(twin, **inputs or INPUTS)
-    ours, found = gradients(model, **inputs or INPUTS)
+    theirs, expected = gradients(twin, **INPUTS | inputs)
+    ours, found = gradients(model, **INPUTS | inputs)
     assert ours.logits is None
     torch.testing.assert_close(ours.loss, theirs.loss)
     torch.testing.assert_close(found, expected)
@@ -80,6 +76,17 @@ def test_labels_however_they_come(given):
     }[given]()
     torch.testing.assert_close(out.loss, expected)
     assert out.logits is None
+
+
+ROUTED = {"output_router_logits": True}
+
+
+@pytest.mark.parametrize("family, options", [("llama", {}), ("mixtral", ROUTED)])
+def test_num_items_in_batch(family, options):
+    """The cross-entropy is divided by it, and the router loss is not."""
+    model = tiny_model(family, **options)
+    patch_model(model)
+    same_as_stock(model, num_items_in_batch=torch.tensor(50))
 
 
 def test_a_loss_function_of_the_users_is_honoured():
@@ -193,8 +200,6 @@ def test_gradient_checkpointing(reentrant):
 
 def autocast_by_accelerate(model):
     """As `Accelerator.prepare_model` does with mixed_precision="bf16"."""
-    from accelerate.utils import convert_outputs_to_fp32
-
     model._original_forward = model.forward
     new = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward.__func__)
     model.forward = types.MethodType(new, model)
@@ -225,8 +230,6 @@ def test_accelerates_autocast(first, undone):
 
 
 def test_accelerate_takes_its_own_wrapper_off_and_not_ours():
-    from accelerate.utils import extract_model_from_parallel
-
     model = tiny_model()
     patch_model(model)
     autocast_by_accelerate(model)
@@ -236,8 +239,6 @@ def test_accelerate_takes_its_own_wrapper_off_and_not_ours():
 
 def test_a_head_with_a_hook_of_accelerate():
     """As with a device_map: the hook moves the head's input, and ours must not lose the head for it."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
     model = tiny_model()
     add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu"))
     patch = patch_model(model)
@@ -288,60 +289,14 @@ def test_fp32_head_on_a_half_precision_backbone():
 # --- DeepSpeed ZeRO-3
 
 
-@pytest.mark.parametrize("way", ["patched", "fused_head", "gatherable"])
-def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
-    """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
-    elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
-    from logitless import linear_logprobs
-    from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-    from logitless.trl_integration.head import attach_fused_head, attach_gatherable_logits
-
-    def compute_fields(hidden, head, labels, shift):
-        logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
-        return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
-
+def test_zero_3_gathers_the_head_for_the_calls_of_its_module():
     model = tiny_model()
     _, expected = gradients(model, **INPUTS)
-    model.zero_grad()
-    weight = model.lm_head.weight
-    weight.ds_id, whole = 0, weight.data
-
-    def gather(*_):
-        weight.data = whole
-
-    def release(*_):
-        weight.data = torch.empty(0)
-
-    model.lm_head.register_forward_pre_hook(gather)
-    model.lm_head.register_forward_hook(release)
-    model.lm_head.register_full_backward_pre_hook(gather)
-    weight.register_post_accumulate_grad_hook(release)
-    release()
-    patch, logits, more = None, None, {}
-    attached = nullcontext()
-    if way == "patched":
-        patch = patch_model(model)
-        assert patch.checked.startswith("not checked yet")
-    elif way == "fused_head":
-        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
-        attached = attach_fused_head(lambda chunked: compute_fields)(chunked)(model)
-        more = {"fused_lm_head": True}
-    else:
-        trainer = SimpleNamespace(args=None, is_fsdp_enabled=False, last_plan=None)
-        chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
-        chunked.returns_gatherable_logits = True
-        with attach_gatherable_logits(chunked)(model):
-            logits = model(INPUTS["input_ids"]).logits
-        assert weight.numel() == 0
-    if logits is None:
-        with attached:
-            _, found = gradients(model, **INPUTS, **more)
-    else:
-        targets = INPUTS["labels"][:, 1:]
-        numbers = logits[:, :-1].statistics(targets)["logps"]
-        (-numbers.sum() / (targets != -100).sum()).backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-    assert weight.numel() == 0 and (patch is None or patch.checked == "checked at step 1")
+    partition(model.lm_head)
+    patch = patch_model(model)
+    assert patch.checked.startswith("not checked yet")
+    _, found = gradients(model, **INPUTS)
+    assert patch.checked == "checked at step 1" and model.lm_head.weight.numel() == 0
     torch.testing.assert_close(found, expected)
 
 
@@ -411,33 +366,34 @@ def test_a_model_whose_loss_is_not_finite():
     assert patch_model(model).checked == "checked at attach, its head alone (its own loss is nan)"
 
 
-def test_meta_models_are_checked_at_step_1():
+@pytest.fixture
+def patched_on_meta():
+    """A model whose parameters come after its patch, and the patch."""
     with torch.device("meta"):
         model = tiny_model()
     patch = patch_model(model)
     assert patch.checked.startswith("not checked yet: ")
     model.to_empty(device="cpu").load_state_dict(tiny_model().state_dict())
     model.model.rotary_emb = tiny_model().model.rotary_emb
+    return model, patch
+
+
+def test_meta_models_are_checked_at_step_1(patched_on_meta):
+    model, patch = patched_on_meta
     same_as_stock(model)
     assert patch.checked == "checked at step 1"
 
 
-def test_an_unchecked_model_is_not_compiled_silently():
-    with torch.device("meta"):
-        model = tiny_model()
-    patch_model(model)
-    model.to_empty(device="cpu").load_state_dict(tiny_model().state_dict())
-    model.model.rotary_emb = tiny_model().model.rotary_emb
+def test_an_unchecked_model_is_not_compiled_silently(patched_on_meta):
+    model, _ = patched_on_meta
     with torch.compiler.set_stance("default"):
         with pytest.raises(Exception, match="pass unverified=True"):
             torch.compile(model, backend="eager", fullgraph=True)(**INPUTS)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_compiles_into_one_graph(family):
-    if family == "mixtral" and transformers.__version__.startswith("4."):
-        pytest.skip("the stock Mixtral of transformers 4 does not compile into one graph either")
-    model = tiny_model(family, **({"output_router_logits": True} if family == "mixtral" else {}))
+@pytest.mark.parametrize("family, options", [("llama", {}), ("gemma2", {}), ("mixtral", ROUTED)])
+def test_compiles_into_one_graph(family, options):
+    model = tiny_model(family, **options)
     expected = model(**INPUTS).loss
     patch_model(model)
     with torch.compiler.set_stance("default"):
@@ -467,11 +423,12 @@ def test_a_forward_pass_that_does_not_call_its_head(monkeypatch):
 
 def test_data_parallel():
     model = tiny_model()
-    patch_model(model)
+    patch = patch_model(model)
     # as torch.nn.parallel.replicate makes it, which needs two GPUs
-    replica = model._replicate_for_data_parallel()
     with pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel"):
-        replica(**INPUTS)
+        model._replicate_for_data_parallel()(**INPUTS)
+    patch()
+    assert model._replicate_for_data_parallel()(**INPUTS).logits is not None
 
 
 def test_label_smoothing_of_the_plain_trainer(tmp_path):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -14,8 +15,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 import logitless.trl_integration as ours
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 
-from .tiny import Run, assert_same_gradients, tiny_model, train, words
+from .tiny import Run, assert_same_gradients, save, tiny_dataset, tiny_model, tiny_tokenizer, train, words
 
 STEPS = 2
 # fp32 sums in another order, then a few optimizer steps on top
@@ -48,14 +50,46 @@ def stock(name: str) -> type:
     return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{package}"), name)
 
 
+def stock_pair(kind: str) -> dict[str, type]:
+    """TRL's `config` and `trainer` of that kind."""
+    return {"config": stock(f"{kind}Config"), "trainer": stock(f"{kind}Trainer")}
+
+
+def our_pair(kind: str) -> dict[str, type]:
+    """Our `config` and `trainer` of that kind."""
+    return {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
+
+
 def unchanged(x):
     return x
+
+
+def sft_trainer(
+    tmp_path,
+    cls: Callable = trl.SFTTrainer,
+    config: type = trl.SFTConfig,
+    *,
+    model: PreTrainedModel | None = None,
+    **settings: Any,
+) -> Any:
+    """A trainer with the tiny dataset, before its first step; `settings` are those of its config."""
+    return cls(
+        tiny_model() if model is None else model,
+        args=config(**options(tmp_path, **settings)),
+        train_dataset=tiny_dataset(),
+        processing_class=tiny_tokenizer(),
+    )
 
 
 def adapted(model: PreTrainedModel, **changes: Any) -> peft.PeftModel:
     torch.manual_seed(1)
     given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | changes
     return peft.get_peft_model(model, peft.LoraConfig(**given))
+
+
+def chunked_loss(logits_budget: int | None = None, **trainer: Any) -> ChunkedLoss:
+    """The chunked loss of no trainer of TRL's, but of an object with these attributes."""
+    return ChunkedLoss(SimpleNamespace(**{"args": None} | trainer), Adapter("trl:None"), logits_budget)
 
 
 def side_by_side(
@@ -66,33 +100,39 @@ def side_by_side(
     family: str = "llama",
     wrap: Callable = unchanged,
     trainer: dict[str, Any] | None = None,
-    budget: int = 16 * 1024,
     **changes: Any,
 ) -> list[Run]:
     """Trains with TRL's pair and with ours, from the same weights on the same batches."""
     path = tmp_path / "model"
     if not path.exists():
         # KTO and GRPO rebuild the reference from where the model came from.
-        tiny_model(family).save_pretrained(path)
-        words().save_pretrained(path)
-    runs = []
-    for config, cls, more in (
-        (stock(f"{kind}Config"), stock(f"{kind}Trainer"), {}),
-        (
-            getattr(ours, f"{kind}Config"),
-            getattr(ours, f"{kind}Trainer"),
-            {"use_chunked_loss": True, "logits_budget": budget},
-        ),
-    ):
+        save(tiny_model(family), path)
+    given = trainer or {}
+
+    def run(config: type, trainer: type, **flag: Any) -> Run:
         model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
-        settings = options(tmp_path / "out", **SGD | changes) | more
+        settings = options(tmp_path / "out", **SGD | changes) | flag
         torch.manual_seed(0)
-        runs.append(train(cls, config(**settings), model, dataset, tokenizer=words(), **(trainer or {})))
-    return runs
+        return train(trainer, config(**settings), model, dataset, tokenizer=words(), **given)
+
+    return [
+        run(**stock_pair(kind)),
+        run(**our_pair(kind), use_chunked_loss=True, logits_budget=16 * 1024),
+    ]
 
 
-def assert_same(stock: Run, mine: Run, *, rtol: float = RTOL, steps: int = STEPS) -> None:
-    assert len(stock.logs) == len(mine.logs) > steps
+def assert_same_run(theirs: Run, mine: Run, rtol: float) -> None:
+    """Every logged number and every gradient."""
+    for stock_log, log in zip(theirs.logs, mine.logs, strict=True):
+        assert log.keys() == stock_log.keys()
+        for key, value in stock_log.items():
+            if "time" not in key:
+                assert log[key] == pytest.approx(value, rel=rtol, abs=rtol / 10), key
+    assert_same_gradients(theirs, mine, rtol=rtol)
+
+
+def assert_same(stock: Run, mine: Run, *, rtol: float = RTOL) -> None:
+    assert len(stock.logs) == len(mine.logs) > STEPS
     for step, (theirs, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
         assert theirs.keys() == own.keys()
         for key in theirs:

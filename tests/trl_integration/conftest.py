@@ -10,7 +10,8 @@ from tests import support
 
 pytest.importorskip("trl")
 
-from .tiny import tiny_model, words  # noqa: E402
+from .kinds import teacher  # noqa: E402
+from .tiny import save, tiny_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +30,8 @@ def calls() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With a model and its tokenizer."""
+    """With a model, and the teacher of `kinds.needs`."""
     path = tmp_path_factory.mktemp("trainers")
-    tiny_model().save_pretrained(path / "model")
-    words().save_pretrained(path / "model")
+    save(tiny_model(), path / "model")
+    teacher(path)
     return path

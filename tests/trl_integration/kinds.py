@@ -1,5 +1,6 @@
 """What each kind of trainer needs for a run of a few steps: its data and its settings."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,10 @@ import transformers
 from accelerate import DistributedType, PartialState
 from datasets import Dataset
 
+import logitless.trl_integration as ours
+
 from .compare import RTOL, STEPS, options, stock, unchanged
-from .tiny import VOCAB, Run, tiny_dataset, tiny_model, train, words
+from .tiny import VOCAB, Run, save, tiny_dataset, tiny_model, train, words
 
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO", "GKD", "Distillation")
 
@@ -58,14 +61,12 @@ LOOSER = ("GRPO", "RLOO", "OnlineDPO", "A2PO", "GMPO", "Distillation")
 LOOSER += ("SDFT", "SDPO", "IWOPD", "GOLD", "ServerDistillation")
 
 
-def sequences(examples: int, seed: int, low=2, high=12) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(low, high, (examples,), generator=generator).tolist()
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
 def text(examples: int, seed: int) -> list[str]:
-    return [" ".join(f"w{i}" for i in row) for row in sequences(examples, seed)]
+    """Lines of 2 to 11 words."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 12, (examples,), generator=generator).tolist()
+    rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [" ".join(f"w{i}" for i in row) for row in rows]
 
 
 def preference_dataset(examples=24) -> Dataset:
@@ -106,11 +107,10 @@ def text_reward(prompts, completions, **kwargs) -> list[float]:
     return [len(set(completion)) % 7 / 7 for completion in completions]
 
 
-def teacher(tmp_path, **options) -> transformers.PreTrainedModel:
+def teacher(tmp_path) -> transformers.PreTrainedModel:
     path = tmp_path / "teacher"
     if not path.exists():
-        tiny_model(hidden_size=48, **options).save_pretrained(path)
-        words().save_pretrained(path)
+        save(tiny_model(hidden_size=48), path)
     return transformers.AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -145,7 +145,7 @@ def batches(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def needs(kind: str, folder: Path) -> tuple[Dataset, dict[str, Any], dict[str, Any]]:
     """(dataset, settings of the config, arguments of the trainer)."""
-    settings, trainer = SETTINGS.get(kind, {}), {}
+    settings, trainer = dict(SETTINGS.get(kind, {})), {}
     if kind in ("GRPO", "RLOO", "GMPO", "SDPO"):
         trainer["reward_funcs"] = reward
     if kind in ("OnlineDPO", "A2PO"):
@@ -191,6 +191,36 @@ def for_ranks(kind: str) -> dict[str, Any]:
         # Else TRL spreads the reference model over all cards, whoever has them.
         found["model_init_kwargs"] = {"device_map": None}
     return found
+
+
+def rollout(prompt_ids: list[list[int]]) -> list[list[int]]:
+    """Completions that depend on the prompt and on how many it had before, whichever process asks."""
+    seen, found = {}, []
+    for ids in prompt_ids:
+        count = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
+        generator = torch.Generator().manual_seed(1000 * sum(ids) + count)
+        length = torch.randint(2, 7, (), generator=generator)
+        found.append(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+    return found
+
+
+def rolled_out(cls: type) -> type:
+    """The trainer with completions that any number of processes agree on."""
+
+    class RolledOut(cls):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            found = rollout(prompt_ids)
+            return (found, None) if cls is ours.GRPOTrainer else found
+
+    return RolledOut if hasattr(cls, "_generate_single_turn") else cls
+
+
+def attempt(function: Callable, *args: Any) -> Any:
+    """What the function returns, or as text what it raises, so that a rank goes on with the next trainer."""
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()
 
 
 @contextmanager

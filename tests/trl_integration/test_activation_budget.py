@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 import transformers
-import trl
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 import logitless.trl_integration as ours
@@ -14,10 +13,9 @@ from logitless.models import activations, fit_activations
 from logitless.models.activations import KEY
 from logitless.trl_integration import apply_to, remove_from
 
-from .compare import adapted, options
+from .compare import adapted, options, our_pair, sft_trainer
 from .kinds import step
-from .test_bad_trainers import made
-from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
+from .tiny import Run, assert_same_gradients, tiny_model
 
 # The second model of some: it runs without gradients.
 KINDS = ("SFT", "DPO", "GRPO", "ORPO", "Distillation")
@@ -27,8 +25,7 @@ BOTH = {"use_chunked_loss": True, "logits_budget": 2**14, "use_fused_layers": Tr
 
 
 def flagged(kind: str, folder, budget: int | str, **more) -> Run:
-    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
-    return step(kind, folder, activation_budget=budget, **pair, **STEPS | more)
+    return step(kind, folder, activation_budget=budget, **our_pair(kind), **STEPS | more)
 
 
 def assert_equal_gradients(found: Run, wanted: Run) -> None:
@@ -82,8 +79,7 @@ def test_lora_with_dropout(folder, plans, dtype):
         return adapted(model, lora_dropout=0.1)
 
     given = {"wrap": wrap, "gradient_accumulation_steps": 2, "use_fused_layers": True} | dtype
-    pair = {"config": ours.SFTConfig, "trainer": ours.SFTTrainer}
-    theirs = step("SFT", folder, **given, **pair, **STEPS)
+    theirs = step("SFT", folder, **given, **our_pair("SFT"), **STEPS)
     mine = flagged("SFT", folder, PLENTY, **given)
     assert_equal_gradients(mine, theirs)
     assert_equal_gradients(flagged("SFT", folder, part(plans), **given), theirs)
@@ -98,7 +94,7 @@ def test_the_log_line(folder, caplog):
 
 
 def test_apply_to_and_undo(tmp_path):
-    trainer = made(trl.SFTTrainer, tmp_path)
+    trainer = sft_trainer(tmp_path)
     before = dict(vars(trainer))
     only = {"use_chunked_loss": False, "activation_budget": "2MiB"}
     undo = apply_to(trainer, **only)
@@ -129,7 +125,7 @@ def test_any_trainer_takes_a_budget(tmp_path):
 
 
 def test_out_of_memory_in_a_step(tmp_path):
-    trainer = made(trl.SFTTrainer, tmp_path)
+    trainer = sft_trainer(tmp_path)
 
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory")
@@ -144,44 +140,43 @@ def test_out_of_memory_in_a_step(tmp_path):
         undo()
 
 
-def test_what_is_refused(tmp_path, monkeypatch):
-    args = ours.SFTConfig(**options(tmp_path, activation_budget="1GiB"))
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    with pytest.raises(ValueError, match="activation_budget: expected a trainer that honours it, got one"):
-        trl.SFTTrainer(tiny_model(), args=args, **given)
-    for budget, kind in ((0, ValueError), ("ten", ValueError), (1.5, TypeError)):
-        with pytest.raises(kind, match="activation_budget: expected a positive number of bytes, got"):
-            ours.SFTConfig(**options(tmp_path, activation_budget=budget))
-    trainer = made(trl.SFTTrainer, tmp_path)
+def test_a_bad_budget(tmp_path):
+    with pytest.raises(ValueError, match="activation_budget: expected a positive number of bytes, got 0"):
+        ours.SFTConfig(**options(tmp_path, activation_budget=0))
+
+
+def assert_refused(trainer, message: str) -> None:
     before = dict(vars(trainer))
+    with pytest.raises(ValueError, match=message):
+        apply_to(trainer, use_fused_layers=True, activation_budget="1GiB")
+    assert vars(trainer) == before and "_logitless_states" not in vars(trainer.model.model)
 
-    def refused(text: str) -> None:
-        with pytest.raises(ValueError, match=text):
-            apply_to(trainer, use_fused_layers=True, activation_budget="1GiB")
-        assert vars(trainer) == before and "_logitless_states" not in vars(trainer.model.model)
 
-    for name, value, text in (
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
         ("activation_offloading", True, "activation_offloading: expected False with an activation_budget"),
-        (
-            "torch_compile",
-            True,
-            "torch_compile: expected False with an activation_budget, got True; Ind",
-        ),
+        ("torch_compile", True, "torch_compile: expected False with an activation_budget, got True; Ind"),
         ("gradient_checkpointing_kwargs", {"use_reentrant": True}, "kwargs: expected none of use_reentrant"),
         ("gradient_checkpointing_kwargs", {"every_n_layers": 2}, "expected none of every_n_layers"),
         ("gradient_checkpointing_kwargs", {"offload": True}, "expected none of offload"),
-        (
-            "fsdp_config",
-            {"activation_checkpointing": True},
-            "fsdp_config: expected activation_checkpoin",
-        ),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.args, name, value)
-            refused(text)
+        ("fsdp_config", {"activation_checkpointing": True}, "fsdp_config: expected activation_checkpoin"),
+    ],
+)
+def test_options_that_are_refused(tmp_path, option, value, message):
+    trainer = sft_trainer(tmp_path)
+    setattr(trainer.args, option, value)
+    assert_refused(trainer, message)
+
+
+def test_fsdp_1_is_refused(tmp_path, monkeypatch):
+    trainer = sft_trainer(tmp_path)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    monkeypatch.setitem(trainer.accelerator.state.__dict__, "fsdp_plugin", plugin)
+    assert_refused(trainer, "fsdp_version: expected 2 with an activation_budget, got 1")
+
+
+def test_checkpointing_that_is_not_reentrant_is_taken(tmp_path):
+    trainer = sft_trainer(tmp_path)
     trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
-    first = FullyShardedDataParallelPlugin(fsdp_version=1)
-    with monkeypatch.context() as patch:
-        patch.setitem(trainer.accelerator.state.__dict__, "fsdp_plugin", first)
-        refused("fsdp_version: expected 2 with an activation_budget, got 1")
     apply_to(trainer, use_fused_layers=True, activation_budget="1GiB")()

@@ -1,5 +1,6 @@
-"""What is refused, by the constructor and by `apply_to` alike; and a head that DeepSpeed ZeRO-3 empties."""
+"""What is refused, by the constructor and by `apply_to` alike; and a teacher under DeepSpeed ZeRO-3."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,14 +8,13 @@ import torch
 import transformers
 import trl
 
-import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from logitless.trl_integration.adapter import Adapter, Replacement, check_common_options, enable
 from logitless.trl_integration.versions import import_from_trl
 
-from .compare import options, stock
+from .compare import options, our_pair, sft_trainer, stock
 from .kinds import preference_dataset, step
-from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer, words
+from .tiny import VOCAB, partition, words
 
 
 def t5() -> transformers.PreTrainedModel:
@@ -24,8 +24,7 @@ def t5() -> transformers.PreTrainedModel:
 
 @pytest.mark.parametrize("kind", ["ORPO", "CPO"])
 def test_an_encoder_decoder(tmp_path, kind):
-    settings = options(tmp_path, max_length=24)
-    settings |= {"max_completion_length": 12}
+    settings = options(tmp_path, max_length=24, max_completion_length=12)
     given = {"train_dataset": preference_dataset(), "processing_class": words()}
     trainer = stock(f"{kind}Trainer")(t5(), args=stock(f"{kind}Config")(**settings), **given)
     refused = pytest.raises(
@@ -33,10 +32,9 @@ def test_an_encoder_decoder(tmp_path, kind):
     )
     with refused:
         apply_to(trainer)
-    config = getattr(ours, f"{kind}Config")
+    config, cls = our_pair(kind).values()
     with refused:
-        args = config(**settings, use_chunked_loss=True)
-        getattr(ours, f"{kind}Trainer")(t5(), args=args, **given)
+        cls(t5(), args=config(**settings, use_chunked_loss=True), **given)
 
 
 def test_data_parallel():
@@ -46,14 +44,11 @@ def test_data_parallel():
         check_common_options(SimpleNamespace(args=SimpleNamespace(n_gpu=2)))
 
 
-def made(cls, tmp_path, **more):
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    return cls(tiny_model(), args=trl.SFTConfig(**options(tmp_path)), **given, **more)
-
-
 def test_a_loss_function_of_logits(tmp_path):
     with pytest.warns(FutureWarning):
-        trainer = made(trl.SFTTrainer, tmp_path, compute_loss_func=lambda *args, **kwargs: 0.0)
+        trainer = sft_trainer(
+            tmp_path, partial(trl.SFTTrainer, compute_loss_func=lambda *args, **kwargs: 0.0)
+        )
     with pytest.raises(ValueError, match="compute_loss_func: expected None with the chunked loss"):
         apply_to(trainer)
     # What TRL writes there with transformers before 5.19 is no function.
@@ -68,7 +63,7 @@ class Mine(trl.SFTTrainer):
 
 def test_a_method_of_ones_own(tmp_path, calls):
     """It runs where it can, and where the flag would leave it out it is refused."""
-    trainer = made(Mine, tmp_path)
+    trainer = sft_trainer(tmp_path, Mine)
     batch = next(iter(trainer.get_train_dataloader()))
     expected = trainer.compute_loss(trainer.model, dict(batch))
     undo = apply_to(trainer)
@@ -87,29 +82,10 @@ def test_names_that_trl_has_moved(tmp_path):
     moved = r"expected in trl >=1.15,<1.17, got trl 1\.1[56]\.\d without it; pip install 'trl>=1.15,<1.17'"
     with pytest.raises(ImportError, match="trl:NoTrainer: " + moved):
         import_from_trl("trl:NoTrainer")
-    trainer = made(trl.SFTTrainer, tmp_path)
+    trainer = sft_trainer(tmp_path)
     with pytest.raises(ImportError, match="trl:SFTTrainer.no_method: " + moved):
         enable(trainer, Adapter("trl:SFT", replacements={"no_method": Replacement(lambda *args: None)}), None)
     assert "training_step" not in vars(trainer)
-
-
-# --- DeepSpeed ZeRO-3
-
-
-def emptied(head: torch.nn.Linear) -> None:
-    """As DeepSpeed does with it: whole while the module runs, and empty otherwise."""
-    whole = head.weight.data
-    head.weight.ds_id = 0
-
-    def fill(*args):
-        head.weight.data = whole
-
-    def empty(*args):
-        head.weight.data = torch.empty(0)
-
-    head.register_forward_pre_hook(fill)
-    head.register_forward_hook(empty)
-    empty()
 
 
 def test_gkd_s_teacher_with_an_emptied_head(folder):
@@ -119,7 +95,7 @@ def test_gkd_s_teacher_with_an_emptied_head(folder):
         apply_to(trainer)
         batch, weight = next(iter(trainer.get_train_dataloader())), trainer.model.lm_head.weight
         if found:
-            emptied(trainer.teacher_model.lm_head)
+            partition(trainer.teacher_model.lm_head)
         loss = trainer.compute_loss(trainer.model, batch)
         found.append((loss, torch.autograd.grad(loss, weight)[0]))
         trainer.train = lambda: None

@@ -3,16 +3,15 @@ reference that follows the policy, and evaluation that asks for predictions."""
 
 import pytest
 import torch
-import trl
+from torch.utils._pytree import tree_leaves
 
-import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from tests.support import EngineCalls
 
-from .compare import options, unchanged
+from .compare import our_pair, unchanged
 from .kinds import ALL, step
 from .served import serve
-from .tiny import assert_same_gradients, tiny_dataset, tiny_model, train
+from .tiny import assert_same_gradients, tiny_model
 
 COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}
 
@@ -30,28 +29,17 @@ def test_compiled_model(folder, kind):
     assert "compiled model" in described if seen.operators else "4 products; head" in described
 
 
-def one_step(cls, config, path, *, data=None, change=unchanged, model=None, given=None, **changes):
-    """One step of a trainer with a model of its own."""
-
-    def build(*args, **kwargs):
-        trainer = cls(*args, **kwargs)
-        change(trainer)
-        return trainer
-
-    args = config(**options(path, **{"max_steps": 1} | changes))
-    return train(build, args, model or tiny_model(), data or tiny_dataset(), **given or {})
-
-
-def test_sft_compiled_with_inductor(tmp_path):
+def test_sft_compiled_with_inductor(folder):
     """Of a model without layers, which would take a minute to compile."""
-    runs, seen = [], EngineCalls()
-    for change, compiled in ((unchanged, False), (apply_to, True)):
-        with torch.compiler.set_stance("default"), seen:
-            model = tiny_model(num_hidden_layers=0)
-            settings = {"change": change, "model": model, "torch_compile": compiled}
-            runs.append(one_step(trl.SFTTrainer, trl.SFTConfig, tmp_path, **settings))
+
+    def without_layers(model):
+        return tiny_model(num_hidden_layers=0)
+
+    theirs, seen = step("SFT", folder, wrap=without_layers), EngineCalls()
+    with torch.compiler.set_stance("default"), seen:
+        mine = step("SFT", folder, wrap=without_layers, change=apply_to, torch_compile=True)
     assert seen.operators == ["solve"]
-    assert_same_gradients(*runs, rtol=1e-4)
+    assert_same_gradients(theirs, mine, rtol=1e-4)
 
 
 def liger(model, config) -> None:
@@ -68,8 +56,7 @@ def test_liger_s_layers_without_its_loss(folder, monkeypatch, kind):
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", liger)
     without = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
     theirs, flag = step(kind, folder, **without), {"use_chunked_loss": True, "use_liger_kernel": True}
-    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
-    assert_same_gradients(theirs, step(kind, folder, **pair, **flag), rtol=1e-4)
+    assert_same_gradients(theirs, step(kind, folder, **our_pair(kind), **flag), rtol=1e-4)
     assert_same_gradients(theirs, step(kind, folder, change=apply_to, **without), rtol=1e-4)
     if kind == "SFT":
         # TRL leaves Liger's loss out by itself.
@@ -190,11 +177,5 @@ def test_evaluation_and_predictions(folder, monkeypatch, kind):
     if expected is None:
         assert our_predicts.predictions is None
         return
-    expected = expected if isinstance(expected, tuple) else (expected,)
-    got = (
-        our_predicts.predictions
-        if isinstance(our_predicts.predictions, tuple)
-        else (our_predicts.predictions,)
-    )
-    for x, y in zip(expected, got, strict=True):
+    for x, y in zip(tree_leaves(expected), tree_leaves(our_predicts.predictions), strict=True):
         assert x.shape == y.shape and abs(x - y).max() < 1e-3

@@ -11,6 +11,7 @@ import yaml
 import logitless.trl_integration as ours
 from logitless.trl_integration.__main__ import COMMANDS, main
 
+from .compare import options
 from .kinds import text
 from .tiny import tiny_model, words
 
@@ -22,17 +23,9 @@ def files(tmp_path, rows: list[dict]) -> dict:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return {
+    return options(tmp_path / "out") | {
         "model_name_or_path": str(tmp_path / "model"),
         "datasets": [{"path": "json", "data_files": str(tmp_path / "rows.jsonl")}],
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "gradient_checkpointing": False,
     }
 
 
@@ -52,11 +45,8 @@ def test_sft_from_a_yaml_file_and_flags(tmp_path, calls, caplog, flag):
 
 def test_dpo(tmp_path, calls):
     rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in zip(text(8, 0), text(8, 1), text(8, 2))]
-    settings = files(tmp_path, rows) | {
-        "use_chunked_loss": True,
-        "logits_budget": 2**16,
-        "loss_type": ["ipo"],
-    }
+    settings = files(tmp_path, rows)
+    settings |= {"use_chunked_loss": True, "logits_budget": 2**16, "loss_type": ["ipo"]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     main(["dpo", "--config", str(tmp_path / "run.yaml")])
     assert calls.number > 0 and (tmp_path / "out" / "model.safetensors").exists()

@@ -8,7 +8,6 @@ trainer that the function is still called, and that the numbers are the same.
 import dataclasses
 import inspect
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +20,10 @@ from trl.trainer.utils import FusedCausalLMOutput
 from logitless.engine.head_view import HeadView
 from logitless.models.logits import Deferral
 from logitless.trl_integration import distillation
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Replacement
+from logitless.trl_integration.adapter import Replacement
 from logitless.trl_integration.head import GatherableLogits
+
+from .compare import chunked_loss
 
 SCRIPT = "script_args training_args model_args dataset_args"
 LOSS = "self model inputs return_outputs num_items_in_batch"
@@ -89,17 +90,8 @@ def test_parameters(path):
 
 def test_fields_of_the_fused_output():
     fields = {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
-    expected = {
-        "loss",
-        "log_probs",
-        "entropy",
-        "log_sum_sq_probs",
-        "mean_logits",
-        "is_top1",
-        "label_mask",
-        "aux_loss",
-    }
-    assert fields == expected, (
+    expected = "loss log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask aux_loss"
+    assert fields == set(expected.split()), (
         f"trl.trainer.utils:FusedCausalLMOutput: its fields have changed in TRL {trl.__version__}"
     )
 
@@ -129,10 +121,7 @@ def same(ours, theirs, path):
 
 def in_place_of(stock, function):
     """`stock` as a trainer calls it with the flag on."""
-    trainer = SimpleNamespace(args=SimpleNamespace(), last_plan=None)
-    return ChunkedLoss(trainer, Adapter("trl:None"), None)._make_replacement(
-        "name", Replacement(function), stock
-    )
+    return chunked_loss(last_plan=None)._make_replacement("name", Replacement(function), stock)
 
 
 def test_chunked_divergence_loss():
@@ -162,22 +151,8 @@ def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
     kept = torch.rand(9, 4, generator=torch.Generator().manual_seed(1)) > 0.3
     kept[:, 0] = True
     index = torch.arange(9) % 2 if teachers > 1 else None
-    call = (
-        hidden,
-        weight,
-        bias,
-        0.5,
-        3.0,
-        ids.masked_fill(~kept, -1),
-        logps,
-        kept,
-        beta,
-        1.5,
-        tail,
-        index,
-        teachers,
-        4,
-    )
+    call = (hidden, weight, bias, 0.5, 3.0, ids.masked_fill(~kept, -1), logps, kept)
+    call += (beta, 1.5, tail, index, teachers, 4)
     stock = async_distillation_trainer._chunked_jsd_loss
     ours = in_place_of(stock, distillation.compute_topk_jsd)
     same(ours(*call), stock(*call), f"{async_distillation_trainer.__name__}:_chunked_jsd_loss")
@@ -185,8 +160,7 @@ def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
 
 def test_gatherable_logits_do_what_trl_does_and_no_more():
     hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8, requires_grad=True)
-    trainer = SimpleNamespace(args=None, last_plan=None)
-    chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
+    chunked = chunked_loss(last_plan=None)
     head = HeadView(weight, of_model=True)
     gatherable = GatherableLogits(hidden, head, Deferral(), 30, logit_scale=2.0, softcap=3.0, chunked=chunked)
     logits = 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
@@ -202,7 +176,8 @@ def test_gatherable_logits_do_what_trl_does_and_no_more():
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
         again = torch.gather(torch.nn.functional.log_softmax(gatherable[:, 1:-1, :] / 0.7, dim=-1), -1, ids)
         assert torch.equal(again, ours)
-    assert torch.equal(gatherable.argmax(dim=-1), logits.argmax(-1)) and trainer.last_plan is not None
+    assert torch.equal(gatherable.argmax(dim=-1), logits.argmax(-1))
+    assert chunked.trainer.last_plan is not None
     normalized = torch.log_softmax(gatherable, dim=-1)
     refused = {
         "index": lambda: gatherable[one],

@@ -12,105 +12,47 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import logitless.trl_integration as ours
 from logitless.models.heads import base_of
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss
+from logitless.trl_integration import patch_model
 from logitless.trl_integration.head import attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
 from tests.ranks import device_type, here, on_devices
 from tests.support import uncompiled
 
-from .compare import assert_same, options, side_by_side
-from .kinds import KINDS, for_ranks, needs, teacher
-from .tiny import VOCAB, tiny_model, train, words
+from .compare import adapted, assert_same, chunked_loss, options, our_pair, side_by_side
+from .kinds import KINDS, for_ranks, needs, rolled_out
+from .tiny import IDS, LABELS, tiny_model, train, words
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 2
-# One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled
-# out, as one. Sums over tokens that TRL divides by those of all processes but does not multiply by their
-# number, which DDP's average then takes away.
+# TRL divides GKD's sum over tokens by those of all processes but does not multiply it by their number, which
+# DDP's average then takes away.
 SHARE = {"GKD": 0.5}
+# One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled
+# out, as one.
 ALONE = {kind: {"gradient_accumulation_steps": 2} for kind in KINDS} | dict.fromkeys(
     ("GRPO", "RLOO"), {"per_device_train_batch_size": 8}
 )
 
 
-class FirstGradient(transformers.TrainerCallback):
-    def __init__(self):
-        self.found = None
-
-    def on_pre_optimizer_step(self, *args, model, **kwargs):
-        if self.found is None:
-            model = getattr(model, "module", model)
-            self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def rollout(prompt_ids: list[list[int]]) -> list[list[int]]:
-    """Completions that depend on the prompt and on how many it had before, whichever process asks."""
-    seen, found = {}, []
-    for ids in prompt_ids:
-        count = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
-        generator = torch.Generator().manual_seed(1000 * sum(ids) + count)
-        length = torch.randint(2, 7, (), generator=generator)
-        found.append(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
-    return found
-
-
-def rolled_out(cls: type) -> type:
-    """The trainer with completions that any number of processes agree on."""
-
-    class RolledOut(cls):
-        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            found = rollout(prompt_ids)
-            return (found, None) if cls is ours.GRPOTrainer else found
-
-    return RolledOut if hasattr(cls, "_generate_single_turn") else cls
-
-
 def run(kind: str, folder, **changes) -> dict:
     dataset, settings, trainer = needs(kind, folder)
-    settings = (
-        {"use_chunked_loss": True, "logits_budget": 2**14, "max_grad_norm": 1e9}
-        | settings
-        | {"max_steps": STEPS}
-    )
+    settings |= {"use_chunked_loss": True, "logits_budget": 2**14}
+    settings |= {"max_grad_norm": 1e9, "max_steps": STEPS}
     settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
     # In the two processes only.
     settings["use_fused_layers"] = kind == "DPO" and dist.get_world_size() == 2
     settings |= for_ranks(kind)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
-    watch = FirstGradient()
-
-    def build(*args, callbacks, **given):
-        return cls(*args, callbacks=[*callbacks, watch], **given)
-
+    config, cls = our_pair(kind).values()
+    args = config(**options(folder / "out", **settings | changes))
     with uncompiled():
-        done = train(
-            build,
-            config(**options(folder / "out", **settings | changes)),
-            model,
-            dataset,
-            tokenizer=words(),
-            **trainer,
-        )
+        done = train(rolled_out(cls), args, model, dataset, tokenizer=words(), **trainer)
     assert None not in done.strategies
     assert done.trainer.accelerator.num_processes == dist.get_world_size()
-    return {"gradients": watch.found, "weights": done.weights, "loss": done.logs[0]["loss"]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("distributed")
-    tiny_model().save_pretrained(path / "model")
-    words().save_pretrained(path / "model")
-    teacher(path)
-    tiny_model().save_pretrained(path / "iw_opd" / "model")
-    words().save_pretrained(path / "iw_opd" / "model")
-    teacher(path / "iw_opd")
-    return path
+    return {"gradients": done.gradients[0], "weights": done.weights}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +71,7 @@ def alone(folder):
 def everything(folder) -> dict:
     # Trainers make what they make on the CPU and move it themselves.
     with torch.device("cpu"):
-        trainers, pair = {kind: run(kind, folder) for kind in KINDS}, iw_opd(folder / "iw_opd")
+        trainers, pair = {kind: run(kind, folder) for kind in KINDS}, iw_opd(folder)
     return {"trainers": trainers, "iw_opd": pair, "heads": all_heads()}
 
 
@@ -159,28 +101,19 @@ def test_iwopd_ddp_with_two_processes(ranks):
     assert_same(*ranks[0]["iw_opd"], rtol=1e-3)
 
 
-def assert_same_gradients(kind: str, first: dict, second: dict, alone: dict) -> None:
-    assert first["gradients"].keys() == alone["gradients"].keys()
-    for name, gradient in alone["gradients"].items():
-        assert torch.equal(first["gradients"][name], second["gradients"][name]), name
-        gradient = SHARE.get(kind, 1.0) * gradient
-        torch.testing.assert_close(
-            first["gradients"][name], gradient, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
-        )
-    assert sum(gradient.norm() for gradient in alone["gradients"].values()) > 1e-2
-    assert torch.equal(first["weights"], second["weights"])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ddp_with_two_processes(ranks, alone, kind):
-    assert_same_gradients(kind, *(rank["trainers"][kind] for rank in ranks), alone["trainers"][kind])
+    first, second = (rank["trainers"][kind] for rank in ranks)
+    assert torch.equal(first["weights"], second["weights"])
+    share = SHARE.get(kind, 1.0)
+    expected = {name: share * grad for name, grad in alone["trainers"][kind]["gradients"].items()}
+    assert sum(grad.norm() for grad in expected.values()) > 1e-2
+    torch.testing.assert_close(second["gradients"], first["gradients"], rtol=0, atol=0)
+    torch.testing.assert_close(first["gradients"], expected, rtol=1e-3, atol=1e-5)
 
 
 # --- the head alone, under DDP and FSDP2
-# ---------------------------------------------------------------------------------
 
-IDS = torch.arange(3, 33).view(2, 15)
-LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 WRAPPERS = ("DDP", "FSDP2")
 MODELS = ("llama", "tied", "lora_on_the_head", "lora")
 SCORES = ("fused", "numbers")
@@ -192,14 +125,11 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
     with torch.device("cpu"):  # the same numbers everywhere
         model = base = tiny_model("tied" if name == "tied" else "llama")
         if name.startswith("lora"):
-            torch.manual_seed(1)
             modules = ["q_proj", "lm_head"] if name == "lora_on_the_head" else ["q_proj"]
-            model = peft.get_peft_model(
-                model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
-            )
+            model = adapted(model, target_modules=modules)
     model.to(torch.get_default_device())
     if score == "fused":
-        ours.patch_model(base, logits_budget=2**12)
+        patch_model(base, logits_budget=2**12)
     return model
 
 
@@ -208,11 +138,9 @@ def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Ten
     if score == "fused":
         loss = model(ids, labels=labels).loss
     else:
-        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
-        base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
-        with attach_fused_head(make_per_token_fields)(chunked)(base):
+        with attach_fused_head(make_per_token_fields)(chunked_loss(2**12))(base_of(model)):
             logps = model(ids, labels=labels, fused_lm_head=True).log_probs
-        loss = -(logps * torch.arange(1.0, 15)).sum() / 50
+        loss = -(logps * torch.arange(1.0, ids.shape[1])).sum() / 50
     loss.backward()
     found = {
         name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None
@@ -247,10 +175,5 @@ def all_heads() -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
 def test_gradients_of_the_head_are_averaged(ranks, alone, wrapper, name, score):
     first, second = alone["heads"][name, score]
     for rank in ranks:
-        found = rank["heads"][wrapper, name, score]
-        assert found.keys() == first.keys()
-        for parameter, grad in found.items():
-            expected = (first[parameter] + second[parameter]) / 2
-            torch.testing.assert_close(
-                grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, at=parameter: f"{at}: {m}"
-            )
+        expected = {parameter: (first[parameter] + second[parameter]) / 2 for parameter in first}
+        torch.testing.assert_close(rank["heads"][wrapper, name, score], expected, rtol=1e-4, atol=1e-7)

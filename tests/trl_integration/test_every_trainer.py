@@ -11,7 +11,7 @@ import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from logitless.trl_integration.pairs import ADAPTERS
 
-from .compare import adapted, stock
+from .compare import adapted, our_pair, stock
 from .kinds import ALL, step
 from .served import serve
 from .tiny import assert_same_gradients
@@ -30,7 +30,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     serve(monkeypatch)
     undone = []
     theirs = step(kind, folder)
-    off = step(kind, folder, config=getattr(ours, f"{kind}Config"), trainer=getattr(ours, f"{kind}Trainer"))
+    off = step(kind, folder, **our_pair(kind))
     assert calls.number == 0 and "chunked_loss" not in vars(off.trainer)
     for name, grad in theirs.gradients[0].items():
         assert torch.equal(off.gradients[0][name], grad)
@@ -61,8 +61,8 @@ def test_under_lora(folder, monkeypatch, kind):
     """The pair with the flag on; the head is frozen, and nothing of its size is kept."""
     serve(monkeypatch)
     theirs = step(kind, folder, wrap=adapted)
-    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
-    mine = step(kind, folder, wrap=adapted, use_chunked_loss=True, logits_budget=2**14, **pair)
+    flag = {"use_chunked_loss": True, "logits_budget": 2**14}
+    mine = step(kind, folder, wrap=adapted, **our_pair(kind), **flag)
     assert_same_gradients(theirs, mine, rtol=1e-3)
     assert set(mine.gradients[0]) == {name for name in theirs.gradients[0] if "lora_" in name}
     products = 1 if kind == "SDPO" else 2

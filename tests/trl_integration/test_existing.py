@@ -4,64 +4,55 @@ import pytest
 import torch
 import transformers
 import trl
+from datasets import Dataset
 
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
-from .compare import options
+from .compare import adapted, options, sft_trainer
 from .kinds import preference_dataset
-from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer, words
+from .tiny import Run, tiny_dataset, tiny_model, train, words
 
 
-def gradients(model, **inputs):
-    model.zero_grad()
-    out = model(**inputs)
-    out.loss.backward()
-    return out, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+def labelled_dataset() -> Dataset:
+    """Rows of one length, which the plain trainer's collator needs."""
+    rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
+    return rows.map(lambda row: {"labels": row["input_ids"]})
 
 
-@pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "granite", "cohere", "mixtral"])
-@pytest.mark.parametrize("num_items", [None, torch.tensor(50)], ids=["mean", "num_items"])
-def test_patched_model(family, num_items, calls):
-    model = tiny_model(family, **({"output_router_logits": True} if family == "mixtral" else {}))
-    ids = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[0, :4] = -100
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    inputs |= {} if num_items is None else {"num_items_in_batch": num_items}
-    theirs, expected = gradients(model, **inputs)
-    undo = patch_model(model, logits_budget=2**14)
-    assert calls.number == 0
-    ours, found = gradients(model, **inputs)
-    assert calls.number == 1 and ours.logits is None
-    assert torch.allclose(ours.loss, theirs.loss, rtol=1e-5)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
-    # Without labels nothing has changed.
-    assert torch.equal(model(input_ids=ids).logits, theirs.logits) or torch.allclose(
-        model(input_ids=ids).logits, theirs.logits
-    )
-    undo()
-    assert gradients(model, **inputs)[0].logits is not None and calls.number == 1
+def losses_of(run: Run) -> list[float]:
+    return [log["loss"] for log in run.logs if "loss" in log]
 
 
 def test_patched_model_in_the_plain_trainer(tmp_path):
-    losses = []
+    args = transformers.TrainingArguments(**options(tmp_path, gradient_accumulation_steps=2))
+    data, losses = labelled_dataset(), []
     for patched in (False, True):
         model = tiny_model()
         if patched:
             patch_model(model)
-        rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
-        data = rows.map(lambda row: {"labels": row["input_ids"]})
-        args = transformers.TrainingArguments(
-            **{k: v for k, v in options(tmp_path, gradient_accumulation_steps=2).items()}
-        )
-        trainer = transformers.Trainer(model, args=args, train_dataset=data, eval_dataset=data)
-        trainer.train()
-        losses.append(
-            [log["loss"] for log in trainer.state.log_history if "loss" in log]
-            + [trainer.evaluate()["eval_loss"]]
-        )
+        run = train(transformers.Trainer, args, model, data, eval_dataset=data)
+        losses.append([*losses_of(run), run.trainer.evaluate()["eval_loss"]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_peft_model_with_a_task_type_in_the_plain_trainer(tmp_path, bf16):
+    def flagged(*args, **kwargs):
+        trainer = transformers.Trainer(*args, **kwargs)
+        apply_to(trainer)
+        return trainer
+
+    def run(cls) -> Run:
+        args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
+        return train(cls, args, adapted(tiny_model(), task_type="CAUSAL_LM"), labelled_dataset())
+
+    theirs, mine = run(transformers.Trainer), run(flagged)
+    assert mine.trainer.last_plan is not None
+    rtol = 3e-2 if bf16 else 1e-3
+    assert losses_of(mine) == pytest.approx(losses_of(theirs), rel=rtol)
+    for name, grad in theirs.gradients[0].items():
+        assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()
 
 
 def test_a_compute_loss_that_takes_any_keyword(tmp_path):
@@ -80,17 +71,11 @@ def test_a_compute_loss_that_takes_any_keyword(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def made(cls, config, tmp_path, **more):
-    settings = options(tmp_path, **more)
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    return cls(tiny_model(), args=config(**settings), **given)
-
-
 def test_what_apply_to_does_not_take(tmp_path):
-    mine = made(SFTTrainer, SFTConfig, tmp_path, use_chunked_loss=True)
+    mine = sft_trainer(tmp_path, SFTTrainer, SFTConfig, use_chunked_loss=True)
     with pytest.raises(ValueError, match="trainer: expected one without the chunked loss, got a SFTTrainer"):
         apply_to(mine)
-    stock_trainer = made(trl.SFTTrainer, trl.SFTConfig, tmp_path)
+    stock_trainer = sft_trainer(tmp_path)
     undo = apply_to(stock_trainer)
     with pytest.raises(ValueError, match="trainer: expected one without the chunked loss"):
         apply_to(stock_trainer)
@@ -103,8 +88,6 @@ def test_what_apply_to_does_not_take(tmp_path):
     args = transformers.TrainingArguments(**options(tmp_path, label_smoothing_factor=0.1))
     with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 in a trainer outside of TRL"):
         apply_to(transformers.Trainer(tiny_model(), args=args))
-    with pytest.raises(ValueError, match="model: expected a causal language model"):
-        patch_model(tiny_model().base_model)
 
 
 class OfTheirOwn(trl.DPOTrainer):
@@ -124,17 +107,12 @@ def test_a_trainer_that_is_not_covered_is_refused_by_name():
 
 def test_data_parallel_is_refused(tmp_path):
     """`Trainer` wraps the model in it where one process sees several GPUs. TRL's own trainers refuse that
-    themselves, these not."""
-    patched, trained = tiny_model(), tiny_model()
-    undo = patch_model(patched)
+    themselves, the experimental ones do not."""
+    model = tiny_model()
     args = ORPOConfig(**options(tmp_path, use_chunked_loss=True, max_length=48))
-    trainer = ORPOTrainer(trained, args=args, train_dataset=preference_dataset(), processing_class=words())
-    ids = torch.arange(3, 9)[None]
+    trainer = ORPOTrainer(model, args=args, train_dataset=preference_dataset(), processing_class=words())
     trainer.chunked_loss.returns_gatherable_logits = True  # as while it computes its loss
-    for model, given in ((patched, {"labels": ids}), (trained, {})):
+    refused = pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel")
+    with trainer.chunked_loss.attach_models(), refused:
         # as torch.nn.parallel.replicate makes it, which needs two GPUs
-        refused = pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel")
-        with trainer.chunked_loss.attach_models(), refused:
-            model._replicate_for_data_parallel()(ids, **given)
-    undo()
-    assert patched._replicate_for_data_parallel()(ids, labels=ids).logits is not None
+        model._replicate_for_data_parallel()(torch.arange(3, 9)[None])

@@ -3,21 +3,19 @@
 import inspect
 import types
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.head import attach_fused_head
+from logitless.trl_integration.head import attach_fused_head, attach_gatherable_logits
+from logitless.trl_integration.per_token import make_per_token_fields
 
-from ..models.every import tiny
-from .tiny import VOCAB, tiny_model
+from ..models.every import gradients
+from .compare import chunked_loss
+from .tiny import IDS, INPUTS, LABELS, VOCAB, partition, tiny_model
 
-IDS = torch.arange(3, 33).view(2, 15)
-LABELS = torch.where(IDS % 4 == 0, -100, IDS)
-CHUNKED = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
+CHUNKED = chunked_loss()
 
 
 def full_logits_fields(hidden, head, labels, shift):
@@ -41,10 +39,6 @@ def attach():
             return stack
 
         yield attached
-
-
-# --- the forward
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_other_call_runs_as_before(attach):
@@ -71,28 +65,11 @@ def test_loss_is_the_models_own(attach, family, options, num_items):
     attach(model)
     got = model(IDS, labels=LABELS, fused_lm_head=True, num_items_in_batch=num_items)
     torch.testing.assert_close(got.loss, expected.loss)
-    assert (got.aux_loss is None) is (family == "llama")
-
-
-@pytest.mark.parametrize(
-    "name", ["JetMoeForCausalLM", "GraniteMoeForCausalLM", "PhimoeForCausalLM", "DbrxForCausalLM"]
-)
-def test_router_loss_of_families_that_name_it_otherwise(attach, name):
-    model = tiny(name)
-    expected = model(IDS, labels=LABELS)
-    attach(model)
-    got = model(IDS, labels=LABELS, fused_lm_head=True)
-    torch.testing.assert_close(got.loss, expected.loss)
-    torch.testing.assert_close(got.aux_loss, expected.aux_loss)
-    assert got.aux_loss > 0
-
-
-@pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "MiniCPM3ForCausalLM"])
-def test_options_are_those_of_the_models_forward_whatever_the_configuration_calls_them(attach, name):
-    model = tiny(name)
-    expected = model(IDS, labels=LABELS).loss
-    attach(model)
-    torch.testing.assert_close(model(IDS, labels=LABELS, fused_lm_head=True).loss, expected)
+    if family == "llama":
+        assert got.aux_loss is None
+    else:
+        torch.testing.assert_close(got.aux_loss, expected.aux_loss)
+        assert got.aux_loss > 0
 
 
 def test_fp32_head_on_a_half_precision_backbone(attach):
@@ -139,3 +116,33 @@ def test_head_is_looked_up_on_every_call(attach):
     after = model(IDS, labels=LABELS, fused_lm_head=True).loss
     assert after != before
     torch.testing.assert_close(after, model(IDS, labels=LABELS).loss)
+
+
+# --- DeepSpeed ZeRO-3, whose log-probabilities read the head in the backward pass too
+
+
+def test_zero_3_with_a_fused_head():
+    model = tiny_model()
+    _, expected = gradients(model, **INPUTS)
+    partition(model.lm_head)
+    with attach_fused_head(make_per_token_fields)(CHUNKED)(model):
+        _, found = gradients(model, **INPUTS, fused_lm_head=True)
+    assert model.lm_head.weight.numel() == 0
+    torch.testing.assert_close(found, expected)
+
+
+def test_zero_3_with_gatherable_logits():
+    model = tiny_model()
+    _, expected = gradients(model, **INPUTS)
+    model.zero_grad()
+    partition(model.lm_head)
+    chunked = chunked_loss(is_fsdp_enabled=False, last_plan=None)
+    chunked.returns_gatherable_logits = True
+    with attach_gatherable_logits(chunked)(model):
+        logits = model(IDS).logits
+    assert model.lm_head.weight.numel() == 0
+    targets = LABELS[:, 1:]
+    logps = logits[:, :-1].statistics(targets)["logps"]
+    (-logps.sum() / (targets != -100).sum()).backward()
+    assert model.lm_head.weight.numel() == 0
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)

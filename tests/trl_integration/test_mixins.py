@@ -8,22 +8,20 @@ from logitless.trl_integration import SFTConfig, SFTTrainer
 from logitless.trl_integration.adapter import swap_attributes
 from logitless.trl_integration.head import KEY
 
-from .compare import options
-from .tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from .compare import sft_trainer
+from .tiny import tiny_model
 
 
 def test_the_exchange_ends_with_the_constructor(tmp_path):
     stock = stock_module.add_fused_lm_head
-    args = SFTConfig(**options(tmp_path, use_chunked_loss=True))
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    trainer = SFTTrainer(tiny_model(), args, **given)
+    trainer = sft_trainer(tmp_path, SFTTrainer, SFTConfig, use_chunked_loss=True)
     assert stock_module.add_fused_lm_head is stock
     with trainer.chunked_loss.attach_models():
         assert state_of(trainer.model, KEY) is not None
     assert state_of(trainer.model, KEY) is None
     with pytest.raises(ValueError, match="train_dataset"):
-        SFTTrainer(tiny_model(), args)
-    assert stock_module.add_fused_lm_head is stock and not args._is_supported_by_trainer
+        SFTTrainer(tiny_model(), trainer.args)
+    assert stock_module.add_fused_lm_head is stock and not trainer.args._is_supported_by_trainer
 
 
 def test_swap_attributes_restores_after_an_error():

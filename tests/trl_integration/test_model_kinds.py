@@ -4,14 +4,14 @@ head that PEFT trains whole, and images."""
 import pytest
 import torch
 import transformers
-import trl
+from datasets import Dataset
 
-from logitless.trl_integration import SFTConfig, SFTTrainer, patch_model
+from logitless.trl_integration import patch_model
 
-from .compare import adapted, assert_same, options, side_by_side
+from ..models.every import gradients
+from .compare import adapted, assert_same, side_by_side
 from .kinds import KINDS, needs, tolerance
-from .test_existing import gradients
-from .tiny import SIZES, VOCAB, tiny_tokenizer, train
+from .tiny import SIZES, VOCAB
 
 IMAGE = VOCAB - 1
 
@@ -43,7 +43,6 @@ def test_router_loss(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_that_peft_trains_whole(tmp_path, kind):
     """The policy's head is a copy, and the reference's the original."""
-
     found = runs(tmp_path, kind, wrap=lambda model: adapted(model, modules_to_save=["lm_head"]))
     assert_same(*found, rtol=tolerance(kind))
     head = found[1].trainer.model.get_base_model().get_output_embeddings()
@@ -51,7 +50,6 @@ def test_head_that_peft_trains_whole(tmp_path, kind):
 
 
 # --- images
-# ----------------------------------------------------------------------------------------------------
 
 
 def tiny_llava() -> transformers.PreTrainedModel:
@@ -100,21 +98,15 @@ def test_patched_model_sees_the_image():
 
 
 def test_sft_vision_language_model(tmp_path):
-    from datasets import Dataset
-
-    # the collator makes the images, so TRL has nothing to prepare
-    settings = options(
-        tmp_path, remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
+    # The collator makes the images, so TRL has nothing to prepare.
+    settings = {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    runs = side_by_side(
+        tmp_path,
+        "SFT",
+        Dataset.from_dict({"seed": list(range(12))}),
+        wrap=lambda model: tiny_llava(),
+        trainer={"data_collator": with_images},
+        max_length=None,
+        **settings,
     )
-    found = []
-    for config, trainer, more in (
-        (trl.SFTConfig, trl.SFTTrainer, {}),
-        (SFTConfig, SFTTrainer, {"use_chunked_loss": True, "logits_budget": 2**12}),
-    ):
-        given = {
-            "dataset": Dataset.from_dict({"seed": list(range(12))}),
-            "data_collator": with_images,
-            "tokenizer": tiny_tokenizer(),
-        }
-        found.append(train(trainer, config(**settings | more), tiny_llava(), **given))
-    assert_same(*found)
+    assert_same(*runs)

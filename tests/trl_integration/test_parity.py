@@ -37,7 +37,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"family": "cohere", "packing": True, "packing_strategy": "wrapped", "max_length": 32},
         {"family": "mixtral", **ACCUMULATED},
         {"lora": {}},
-        {"lora": {"modules_to_save": ["lm_head"]}},
     ],
     "DPO": [
         {},

@@ -10,7 +10,7 @@ from transformers import HfArgumentParser
 
 from logitless.trl_integration import SFTConfig, SFTTrainer, apply_to
 
-from .compare import RTOL, STEPS, assert_same, options, side_by_side
+from .compare import RTOL, STEPS, assert_same, options, sft_trainer, side_by_side
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer, train
 
 # TRL's preparation would drop rows without labels.
@@ -79,10 +79,19 @@ def test_flag_off_is_stock(tmp_path):
     assert ours.trainer.last_plan is None
 
 
-def test_stock_trainer_refuses_the_flag(tmp_path):
-    args = SFTConfig(**options(tmp_path, use_chunked_loss=True))
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        ({"use_chunked_loss": True}, "use_chunked_loss"),
+        ({"use_fused_layers": True}, "use_fused_layers"),
+        ({"use_chunked_loss": True, "use_fused_layers": True}, "use_chunked_loss, use_fused_layers"),
+        ({"activation_budget": "1GiB"}, "activation_budget"),
+    ],
+)
+def test_stock_trainer_refuses_our_flags(tmp_path, flags, names):
+    args = SFTConfig(**options(tmp_path, **flags))
     given = {"args": args, "train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    refused = pytest.raises(ValueError, match="use_chunked_loss: expected a trainer that honours it")
+    refused = pytest.raises(ValueError, match=f"^{names}: expected a trainer that honours it, got one")
     with refused:
         trl.SFTTrainer(tiny_model(), **given)
     SFTTrainer(tiny_model(), **given)
@@ -91,50 +100,36 @@ def test_stock_trainer_refuses_the_flag(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    "flag, budget, error, expected",
     [
-        ({"logits_budget": 0}, ValueError, "logits_budget: expected a positive number of bytes, got 0"),
-        ({"logits_budget": -5}, ValueError, "logits_budget: expected a positive number of bytes, got -5"),
-        (
-            {"logits_budget": 1e9},
-            TypeError,
-            "logits_budget: expected a whole number of bytes or None, got 1000000000.0",
-        ),
-        (
-            {"logits_budget": True},
-            TypeError,
-            "logits_budget: expected a whole number of bytes or None, got True",
-        ),
-        (
-            {"use_chunked_loss": False, "logits_budget": 5},
-            ValueError,
-            "logits_budget: expected None with use_chunked_loss",
-        ),
+        (True, 0, ValueError, "a positive number of bytes"),
+        (True, -5, ValueError, "a positive number of bytes"),
+        (True, 1e9, TypeError, "a whole number of bytes or None"),
+        (True, True, TypeError, "a whole number of bytes or None"),
+        (False, 5, ValueError, "None with use_chunked_loss=False"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_options(tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        SFTConfig(**options(tmp_path, **{"use_chunked_loss": True, **changes}))
+def test_bad_budgets(tmp_path, flag, budget, error, expected):
+    with pytest.raises(error, match=f"logits_budget: expected {expected}, got {budget}"):
+        SFTConfig(**options(tmp_path, use_chunked_loss=flag, logits_budget=budget))
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "expected"),
+    "family, changes, expected",
     [
         ("mixtral", {}, "0 for a model with a router loss"),
         ("llama", {"loss_type": "dft"}, "0 with loss_type"),
     ],
     ids=["router", "dft"],
 )
-@pytest.mark.parametrize("applied", [False, True], ids=["constructor", "apply_to"])
-def test_smoothing_that_has_no_meaning_is_refused(tmp_path, family, changes, expected, applied):
-    settings = options(tmp_path, label_smoothing_factor=0.1, **changes)
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    trainer = trl.SFTTrainer(tiny_model(family), args=trl.SFTConfig(**settings), **given)
-    with pytest.raises(ValueError, match=f"label_smoothing_factor: expected {expected}"):
-        if applied:
-            apply_to(trainer)
-        SFTTrainer(tiny_model(family), args=SFTConfig(**settings, use_chunked_loss=True), **given)
+def test_smoothing_that_has_no_meaning_is_refused(tmp_path, family, changes, expected):
+    settings = {"label_smoothing_factor": 0.1, "model": tiny_model(family), **changes}
+    refused = pytest.raises(ValueError, match=f"label_smoothing_factor: expected {expected}")
+    with refused:
+        sft_trainer(tmp_path, SFTTrainer, SFTConfig, use_chunked_loss=True, **settings)
+    trainer = sft_trainer(tmp_path, **settings)
+    with refused:
+        apply_to(trainer)
     assert not {"compute_loss", "chunked_loss"} & vars(trainer).keys()
 
 

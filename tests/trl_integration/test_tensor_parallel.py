@@ -2,7 +2,6 @@
 beside FSDP2: the flag takes the head in shards of rows as it is, and training goes as without it."""
 
 import inspect
-import traceback
 import warnings
 from unittest import mock
 
@@ -13,17 +12,15 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
-import logitless.trl_integration as ours
 from logitless import CrossEntropyLoss
 from logitless.models import head_of, patch_model
 from logitless.parallel import groups
 from tests.ranks import on_devices
 from tests.support import uncompiled
 
-from .compare import options
-from .kinds import for_ranks, needs, teacher, with_cards
-from .test_distributed import rolled_out
-from .tiny import VOCAB, tiny_model, train, words
+from .compare import options, our_pair
+from .kinds import attempt, for_ranks, needs, rolled_out, teacher, with_cards
+from .tiny import VOCAB, save, tiny_model, train, words
 
 try:
     from transformers.distributed import DistributedConfig
@@ -61,18 +58,20 @@ def split_model(folder, family: str) -> transformers.PreTrainedModel:
 
 
 def run(kind: str, what: str, folder, flag: bool) -> dict:
+    # Accelerate keeps the first trainer's parallelism for the process.
+    AcceleratorState._reset_state(True)
     family, flags = CASES.get((kind, what), ("llama", ()))
     dataset, settings, trainer = needs(kind, folder)
     model = split_model(folder, family)
     assert isinstance(model.lm_head.weight, DTensor)
-    config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
+    config, cls = our_pair(kind).values()
     settings |= for_ranks(kind)
     if "teacher_model" in trainer and not settings["use_cpu"]:
         trainer["teacher_model"].cuda()
     flags = {name: flag for name in ("use_chunked_loss", *flags)}
     args = config(**options(folder / "out", **settings | SGD | {"max_steps": 2} | flags))
     with uncompiled(), mock.patch.object(groups, "gathered", refused):
-        done = train(cls, args, model, dataset, tokenizer=words(), **trainer)
+        done = train(rolled_out(cls), args, model, dataset, tokenizer=words(), **trainer)
     plan = done.trainer.last_plan
     return {
         # Of a policy that equals its reference, rounding decides who wins.
@@ -113,15 +112,6 @@ def own_loop(folder) -> dict:
     return found
 
 
-def attempt(function, *args) -> dict | str:
-    # Accelerate keeps the first trainer's parallelism for the process.
-    AcceleratorState._reset_state(True)
-    try:
-        return function(*args)
-    except Exception:
-        return traceback.format_exc()  # the others are tried all the same
-
-
 def everything(folder) -> dict:
     alone = dist.get_world_size() == 2
     with with_cards():
@@ -138,8 +128,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("split")
     for family in {"gemma2", *(family for family, _ in CASES.values())}:
         uneven = {"vocab_size": VOCAB + 1} if family == "cohere" else {}
-        tiny_model(family, **uneven).save_pretrained(path / family)
-    words().save_pretrained(path / "llama")
+        save(tiny_model(family, **uneven), path / family)
     teacher(path)
     return path
 
@@ -155,11 +144,8 @@ def grid(folder):
 
 
 def check_gradients(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys() and sum(x.norm() for x in expected.values()) > 1e-2
-    for name, x in expected.items():
-        torch.testing.assert_close(
-            found[name], x, rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+    assert sum(x.norm() for x in expected.values()) > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 # Before, the optimizer does not take DTensors beside plain tensors, nor parameters of two meshes.

@@ -10,24 +10,17 @@ import transformers
 import trl
 from trl.trainer.utils import add_fused_lm_head
 
-import logitless.trl_integration as ours
 from logitless.models import patch_model
 from logitless.trl_integration import apply_to
 from logitless.trl_integration.head import attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
 
-from .compare import adapted, options
+from .compare import adapted, assert_same_run, chunked_loss, options, our_pair, sft_trainer, unchanged
 from .kinds import step
-from .test_head import CHUNKED, IDS, LABELS
-from .test_several_trainers import assert_same_run
-from .tiny import tiny_dataset, tiny_model, tiny_tokenizer, train
+from .tiny import IDS, LABELS, VOCAB, tiny_dataset, tiny_model, train
 
 LOSS = {"use_chunked_loss": True, "logits_budget": 2**16}
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
-def fields(outputs) -> dict:
-    return {name: getattr(outputs, name) for name in (*FIELDS, "label_mask", "loss")}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
@@ -37,12 +30,13 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
     model = tiny_model()
     model.lm_head.requires_grad_(head_trains)
     add_fused_lm_head(model, outputs=FIELDS)
-    attach = attach_fused_head(lambda chunked: make_per_token_fields(chunked, *FIELDS[1:]))(CHUNKED)
+    attach = attach_fused_head(lambda chunked: make_per_token_fields(chunked, *FIELDS[1:]))
     rtol = 3e-2 if autocast else 1e-4
 
     def numbers():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found = fields(model(IDS, labels=LABELS, fused_lm_head=True))
+            outputs = model(IDS, labels=LABELS, fused_lm_head=True)
+        found = {name: getattr(outputs, name) for name in (*FIELDS, "label_mask", "loss")}
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients = {
             name: torch.autograd.grad((x * x).sum(), parameters, retain_graph=True)
@@ -52,7 +46,7 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
         return found, gradients
 
     expected, of_expected = numbers()
-    with attach(model):
+    with attach(chunked_loss())(model):
         found, of_found = numbers()
     for name, x in expected.items():
         assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
@@ -106,41 +100,43 @@ def scheduled(base, weight):
 
 def pairs(kind, folder, base, **more):
     """The run of a subclass of TRL's trainer, and of the same with the flag."""
-    theirs = step(kind, folder, trainer=base, **more)
-    mine = step(
-        kind, folder, trainer=base, change=lambda trainer: apply_to(trainer, logits_budget=2**16), **more
-    )
-    return theirs, mine
+
+    def flagged(trainer):
+        apply_to(trainer, logits_budget=2**16)
+
+    return [step(kind, folder, trainer=base, change=change, **more) for change in (unchanged, flagged)]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("base", [Focal, Added], ids=lambda cls: cls.__name__)
-def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, lora):
-    more = {"wrap": adapted} if lora else {}
-    assert_same_run(*pairs("SFT", folder, base, loss_type=loss_type, max_steps=2, **more), rtol=1e-3)
+WHOLE_OR_LORA = pytest.mark.parametrize("wrap", [unchanged, adapted], ids=["whole", "lora"])
+
+
+@WHOLE_OR_LORA
+@pytest.mark.parametrize("base, loss_type", [(Focal, "nll"), (Added, "nll"), (Added, "dft")])
+def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, wrap):
+    runs = pairs("SFT", folder, base, loss_type=loss_type, max_steps=2, wrap=wrap)
+    assert_same_run(*runs, rtol=1e-3)
     # A frozen head projects the tokens again for the entropy's gradient.
-    assert calls.number == 2 * (base is Added) + 2 * (2 if lora else 1)
+    assert calls.number == 2 * (base is Added) + 2 * (2 if wrap is adapted else 1)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@WHOLE_OR_LORA
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_a_scheduled_entropy_bonus(folder, kind, lora):
+def test_a_scheduled_entropy_bonus(folder, kind, wrap):
     base = scheduled(getattr(trl, f"{kind}Trainer"), lambda step: 0.3 if step else 0.0)
-    more = {"wrap": adapted} if lora else {}
-    assert_same_run(*pairs(kind, folder, base, max_steps=3, **more), rtol=2e-3)
+    assert_same_run(*pairs(kind, folder, base, max_steps=3, wrap=wrap), rtol=2e-3)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize(
-    "changes", [{"use_adaptive_entropy": True}, {"entropy_coef": 0.2}], ids=lambda x: [*x][0]
-)
-def test_grpo_entropy_bonus(folder, changes, lora):
-    """Adaptive, its coefficient starts at 0 and moves between two steps."""
-    changes = {"entropy_target": 50.0, "entropy_coef_delta": 0.2, "entropy_coef_max": 1.0} | changes
-    more = {"wrap": adapted} if lora else {}
-    theirs, mine = pairs("GRPO", folder, trl.GRPOTrainer, max_steps=4, beta=0.0, **changes, **more)
-    assert_same_run(theirs, mine, rtol=2e-3)
+@WHOLE_OR_LORA
+def test_grpo_with_an_adaptive_entropy_bonus(folder, wrap):
+    """Its coefficient starts at 0 and moves between two steps."""
+    settings = {
+        "use_adaptive_entropy": True,
+        "entropy_target": 50.0,
+        "entropy_coef_delta": 0.2,
+        "entropy_coef_max": 1.0,
+    }
+    runs = pairs("GRPO", folder, trl.GRPOTrainer, max_steps=4, beta=0.0, wrap=wrap, **settings)
+    assert_same_run(*runs, rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +150,8 @@ def test_what_an_entropy_costs(head_trains, used, products):
     model.lm_head.requires_grad_(head_trains)
     for name in ("entropy",) if used else ("entropy", None):
         names = [] if name is None else [name]
-        compute_fields = make_per_token_fields(CHUNKED, *names)
-        with attach_fused_head(lambda chunked, fields=compute_fields: fields)(CHUNKED)(model):
+        attach = attach_fused_head(lambda chunked: make_per_token_fields(chunked, *names))
+        with attach(chunked_loss())(model):
             model(IDS, labels=LABELS, fused_lm_head=True)  # which checks the head
             with Counting() as counted:
                 out = model(IDS, labels=LABELS, fused_lm_head=True)
@@ -169,13 +165,10 @@ class Counting(torch.utils._python_dispatch.TorchDispatchMode):
     products = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._overloadpacket in (
-            torch.ops.aten.mm,
-            torch.ops.aten.addmm,
-            torch.ops.aten._addmm_activation,
-        ):
+        aten = torch.ops.aten
+        if function._overloadpacket in (aten.mm, aten.addmm, aten._addmm_activation):
             shapes = [x.shape for x in args if isinstance(x, torch.Tensor)]
-            self.products += any(96 in shape for shape in shapes)
+            self.products += any(VOCAB in shape for shape in shapes)
         return function(*args, **kwargs or {})
 
 
@@ -266,8 +259,7 @@ def test_a_step_that_leaves_the_head_out_is_noticed_at_any_time(tmp_path):
                 return super().compute_loss(model, inputs, *args, **kwargs)
             return model(**inputs).loss
 
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    trainer = Sometimes(tiny_model(), args=trl.SFTConfig(**options(tmp_path, max_steps=4)), **given)
+    trainer = sft_trainer(tmp_path, Sometimes, max_steps=4)
     apply_to(trainer)
     with pytest.raises(
         RuntimeError, match="the chunked loss: expected to be used by every step of Sometimes"
@@ -278,8 +270,7 @@ def test_a_step_that_leaves_the_head_out_is_noticed_at_any_time(tmp_path):
 
 def test_a_hook_cannot_take_a_sum_for_a_field(tmp_path):
     """TRL's own compute_loss is handed sums, which a hook of the model sees too."""
-    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
-    trainer = trl.SFTTrainer(tiny_model(), args=trl.SFTConfig(**options(tmp_path)), **given)
+    trainer = sft_trainer(tmp_path)
     apply_to(trainer)
     seen = []
     trainer.model.register_forward_hook(lambda model, args, outputs: seen.append(outputs))
@@ -306,8 +297,8 @@ def test_a_loss_function_of_the_models(folder, kind):
         model.loss_function = lambda logits, labels, **kwargs: logits.float().square().mean()
         return model
 
-    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
-    assert_same_run(step(kind, folder, wrap=own), step(kind, folder, wrap=own, **pair, **LOSS), rtol=1e-3)
+    mine = step(kind, folder, wrap=own, **our_pair(kind), **LOSS)
+    assert_same_run(step(kind, folder, wrap=own), mine, rtol=1e-3)
 
 
 def test_sft_compute_loss_as_a_partial(folder):
@@ -351,27 +342,3 @@ def test_patch_model_under_peft_with_a_task_type(return_dict):
         numbers.append([out.loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     torch.testing.assert_close(numbers[1], numbers[0], rtol=1e-4, atol=1e-6)
     assert out.logits is None
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_transformers_trainer_of_a_peft_model_with_a_task_type(tmp_path, bf16):
-    def run(flag):
-        def build(*args, **kwargs):
-            trainer = transformers.Trainer(*args, **kwargs)
-            if flag:
-                apply_to(trainer)
-            return trainer
-
-        rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
-        data = rows.map(lambda row: {"labels": row["input_ids"]})
-        args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
-        return train(build, args, adapted(tiny_model(), task_type="CAUSAL_LM"), data)
-
-    theirs, mine = run(False), run(True)
-    assert mine.trainer.last_plan is not None
-    rtol = 3e-2 if bf16 else 1e-3
-    assert [log["loss"] for log in mine.logs[:2]] == pytest.approx(
-        [log["loss"] for log in theirs.logs[:2]], rel=rtol
-    )
-    for name, grad in theirs.gradients[0].items():
-        assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()

@@ -1,3 +1,5 @@
+"""Versions of TRL and transformers: those that are taken, and the messages for others."""
+
 import re
 
 import pytest

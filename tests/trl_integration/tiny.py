@@ -1,6 +1,7 @@
 """Tiny models, tokens and a training run of a few steps, all built here: nothing is downloaded."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ FAMILIES = {
     "mixtral": EXPERTS,
 }
 CLASSES = {"tied": "Llama"}
+# A labelled batch
+IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+LABELS = torch.where(IDS % 4 == 0, -100, IDS)
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": LABELS}
 
 
 def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
@@ -60,11 +65,36 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def partition(head: torch.nn.Linear) -> None:
+    """A stand-in for DeepSpeed ZeRO-3: the weight is whole while the module runs forwards or backwards, and
+    empty otherwise."""
+    weight, whole = head.weight, head.weight.data
+    weight.ds_id = 0
+
+    def gather(*args):
+        weight.data = whole
+
+    def release(*args):
+        weight.data = torch.empty(0)
+
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(release)
+    head.register_full_backward_pre_hook(gather)
+    weight.register_post_accumulate_grad_hook(release)
+    release()
+
+
 def words() -> PreTrainedTokenizerFast:
     """The tiny tokenizer, splitting at spaces."""
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
+
+
+def save(model: PreTrainedModel, path: Path) -> None:
+    """Writes the model, with `words()` as its tokenizer, into a folder."""
+    model.save_pretrained(path)
+    words().save_pretrained(path)
 
 
 def tiny_dataset(*, examples: int = 24, masked: bool = False, seed: int = 0) -> Dataset:

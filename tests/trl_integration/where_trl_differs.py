@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -19,15 +18,14 @@ import transformers
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 from logitless.trl_integration.head import attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
 
 from ..models.every import labelled, tiny
+from .compare import chunked_loss
 from .tiny import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
-BEGIN, END = "<!-- tests:where_trl_differs -->", "<!-- /tests:where_trl_differs -->"
 VISION = {
     "image_size": 8,
     "patch_size": 4,
@@ -119,8 +117,7 @@ def row(name: str) -> Row:
         own = out.loss.item()
         if router is not None:
             own -= model.config.router_aux_loss_coef * router.item()
-        chunked = ChunkedLoss(SimpleNamespace(args=None, model=model), Adapter("trl:None"), None)
-        with attach_fused_head(make_per_token_fields)(chunked)(model):
+        with attach_fused_head(make_per_token_fields)(chunked_loss(model=model))(model):
             ours = mean_nll(model(**inputs, fused_lm_head=True))
         add_fused_lm_head(model)
         try:
@@ -149,5 +146,6 @@ if __name__ == "__main__":
     text = "\n".join(table())
     print(text)
     if "--write" in sys.argv:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        from benchmarks.pages import rewrite
+
+        rewrite(PAGE, "where_trl_differs", text, kind="tests")
