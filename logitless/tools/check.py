@@ -24,8 +24,9 @@ MAX_LOGITS_BYTES = 2**30
 ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"
 # A budget within which any call of at most MAX_LOGITS_BYTES has one chunk.
 AMPLE_BUDGET = 2**40
-# Least number of chunks in the call with many chunks.
-MIN_CHUNKS = 5
+# Number of chunks for which the budget of the call with many chunks is chosen. As chunks have whole rows, the
+# call has three to five chunks, or one chunk per row if it has fewer rows.
+CHUNKS = 5
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
@@ -82,7 +83,7 @@ def check(
 ) -> CheckReport:
     """Compare a loss, as the engine computes it, with ordinary autograd over full logits in fp64.
 
-    The loss is called in one chunk (of up to 4,096 tokens), in at least three chunks, and on full logits,
+    The loss is called in one chunk (of up to 4,096 tokens), in three to five chunks, and on full logits,
     where the loss's `terms` gets all tokens at once. This finds errors that shapes do not reveal: values that
     depend on other tokens of a chunk, a statistic that `terms` uses but `differentiates` does not name, a
     loss of groups that uses tokens outside its group. The formula in `terms` itself is not checked.
@@ -173,11 +174,11 @@ class RecordingPasses:
 
 
 def _many_chunks_budget(call: HeadCall) -> int:
-    """Return a budget with which the logits are cut into MIN_CHUNKS chunks or more."""
+    """Return a budget with which the logits are cut into about CHUNKS chunks."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
     purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
-    row_budget = max(1, -(-rows // MIN_CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
+    row_budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
     budget = row_budget
     # The fixed temporaries depend on the budget, and take up to a quarter of it.
     for _ in range(3):
