@@ -134,6 +134,7 @@ class Gradients:
         if self._weight is not None:
             head.accumulate(self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written)
             self._weight.written = True
+            chunk.trained = None  # frees a scaled copy of the features before the layers' backward pass
         if self._bias is not None:
             self._add_bias(chunk, head)
 
