@@ -90,6 +90,12 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(path), (page, target)
 
 
+def test_result_files_that_pages_name_exist():
+    for page, text in TEXTS.items():
+        for name in re.findall(r"benchmarks/results/[\w.-]+\.json", text):
+            assert (ROOT / name).exists(), f"{page} names {name}"
+
+
 def test_every_page_is_in_the_site():
     yaml = pytest.importorskip("yaml")
     text = (ROOT / "mkdocs.yml").read_text()
