@@ -93,9 +93,9 @@ def implementations(documents: dict[str, dict]) -> str:
     return (
         f"{_table(body, headers)}\n\nOne {devices}, bf16, forward and backward with a trainable head. "
         "Time as a multiple of the matrix products that the loss needs, measured in the same run; the header "
-        "of each column has their number (for DPO with the logits of the reference, for the JSD with those of "
-        "the teacher). Peak memory beyond the inputs, gradients included. An empty cell "
-        "was not measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."
+        "of each column has their number (for DPO with the logits of the reference, for the JSD with those "
+        "of the teacher). Peak memory beyond the inputs, gradients included. An empty cell was not "
+        "measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."
     )
 
 

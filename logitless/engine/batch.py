@@ -1,4 +1,4 @@
-"""`TokenStats` and `Batch`, the arguments of `LinearLoss.terms`: statistics and inputs of a slice of rows."""
+"""`TokenStats` and `Batch`, the arguments of `TokenLoss.terms`: statistics and inputs of a slice of rows."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -112,11 +112,11 @@ class EarlyProjection:
 
 
 def _streak(call: HeadCall) -> Streak | None:
-    """The streak of the call's loss and head; None for calls that are never projected early.
+    """The streak of the call's loss and head; None for a call that is never projected early.
 
-    These are calls without a GPU or without a host sync, calls with `tp_group` or `cp_group` (ranks exchange
-    their counts in the sync), calls with layers, boundaries or a sampling mask, and calls with integer inputs
-    per token: such an input may be an index that is only valid where its token is supervised, and is not
+    Such a call does not run on a GPU, has no host sync, or has `tp_group` or `cp_group` (the ranks exchange
+    their counts in the sync), layers, `cu_seqlens`, a sampling mask, or an integer input other than the
+    targets. An integer input may be an index that is only valid where its token is supervised, and is not
     clamped.
     """
     loss = call.loss

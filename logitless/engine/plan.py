@@ -190,7 +190,7 @@ class Plan:
         return self.describe()
 
     def describe(self) -> str:
-        """Describe the plan in one line, for `print(out.plan)`. With `accumulate_into`, both passes."""
+        """Describe the plan in one line, for `print(out.plan)`; with `in_backward`, both passes."""
         if self.in_backward is not None:
             passes = replace(self, in_backward=None).describe(), self.in_backward.describe()
             total = f", {self.products:.3g} products in all" if self.products else ""

@@ -19,9 +19,10 @@ Number = float | Tensor
 
 
 def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
-    """Return (factors of the units in a reduced loss, the deferred power of two).
+    """Return (the `UnitFactors` of a reduced loss, the deferred power of two).
 
-    If `deferred` is None, the power of two is that of the main unit's factor. Otherwise it is `deferred`.
+    The factors of the loss are divided by the power of two. If `deferred` is None, the power of two is
+    computed from the factor of the loss's main unit. Otherwise it is `deferred`.
     """
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)

@@ -21,7 +21,7 @@ class TeacherRows(NamedTuple):
     piece: int  # rows of a piece; chunks begin at multiples of it
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
-        """The slice of `index` with which rows start:stop are compared."""
+        """(first, stop) of the slice of `index` with which rows start:stop are compared."""
         return self.first[start // self.piece], self.last[-(-stop // self.piece) - 1] + 1
 
     def share(self) -> float:

@@ -162,7 +162,7 @@ def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[T
 def metric_sums(metrics: Mapping[str, Term]) -> Sums:
     """Return the sums of the metrics of a slice, computed by PyTorch operations.
 
-    For compiled functions, which cannot launch our kernels and must not specialize on a shape.
+    For code that torch.compile may trace: it cannot launch our kernels and must not specialize on a shape.
     """
     sums = {}
     for (unit, *names), values in _by_unit(metrics).items():

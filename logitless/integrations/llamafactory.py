@@ -1,8 +1,10 @@
-"""LLaMA-Factory 0.9.5: a command that trains its stages `sft` and `pt` without full logits.
+"""LLaMA-Factory 0.9.5: a command that trains the stages `sft` and `pt` without full logits.
+
+`llamafactory-cli train train.yaml` takes no callbacks. Run this instead, on several GPUs with `torchrun -m`:
 
     python -m logitless.integrations.llamafactory train.yaml logitless_budget=2684354560
 
-in the place of `llamafactory-cli train train.yaml`, which takes no callbacks. `LogitlessCallback` patches the
+`LogitlessCallback` patches the
 model with `logitless.models.patch_model` when training begins, and removes the patch when training ends.
 """
 

@@ -50,7 +50,7 @@ def norm_forward(module: nn.Module, body: Norm, original: Callable, *args: Any, 
 def rewritten_forward(
     module: nn.Module, new_forward: FunctionType, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    """Forward pass of a module whose statements `rewrite.py` has replaced."""
+    """Forward pass of a module in whose `forward` `rewrite.py` has replaced statements."""
     is_generation = kwargs.get("past_key_values") is not None and not torch.is_grad_enabled()
     if is_generation or _is_transformed():
         return original(*args, **kwargs)

@@ -21,7 +21,8 @@ def count_targets(
     This is the metric `num_tokens` of `CrossEntropyLoss`. To normalize every micro-batch by the tokens of all
     micro-batches, pass the sum of their counts as `num_items`; with several ranks, pass `global_num_items` of
     that sum. With `shift`, the last position of each sequence predicts nothing. Therefore the first label of
-    every packed sequence is not counted, whereas `(labels[:, 1:] != -100).sum()` counts it.
+    every sequence is not counted. `(labels[:, 1:] != -100).sum()` counts the first label of every packed
+    sequence except the first one of each row.
 
     Args:
         targets: (...) int64 token ids, or `ignore_index`; (N,) with `cu_seqlens`.

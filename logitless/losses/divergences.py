@@ -30,9 +30,8 @@ def log_of_others(teacher: Tensor, call_dtype: torch.dtype) -> Tensor:
     """(n, 1) log of 1 - sum exp(teacher), the probability of all ids outside the teacher's top k.
 
     The probability is clamped to at least eps, because the rounded sum may reach or exceed 1. eps is the
-    machine epsilon of fp64 for fp64 log-probabilities, else of fp32, the dtype of the sum. The machine
-    epsilon of bf16, 2^-7, would be too large: log-probabilities near 0 have a small absolute error in every
-    dtype. Even in bf16, a token with probability 0.9999 leaves a probability of about 1e-4 for all other ids.
+    machine epsilon of fp64 if `teacher` and `call_dtype` are fp64, else of fp32. The machine epsilon of bf16,
+    2^-7, would be too large: log-probabilities near 0 have a small absolute error in every dtype. Even in bf16, a token with probability 0.9999 leaves a probability of about 1e-4 for all other ids.
 
     Args:
         teacher: (n, k) log-probabilities in the dtype of the student's.

@@ -59,9 +59,9 @@ def resolve_heads(loss, arguments: dict) -> tuple:
 
 
 def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
-    """Return (loss, weight, bias) of a head that shares its hidden states with other heads.
+    """Return (loss, weight, bias) of a head module in a call with several heads or several hidden states.
 
-    A LoRA adapter on this head is refused, because it would change the hidden states.
+    A LoRA adapter on the head is refused, because the adapter would add columns to the hidden states.
     """
     if view_of(head, name).columns:
         raise value_error(name, "a head without an adapter", "LoRA on it", "merge it, or train the full head")

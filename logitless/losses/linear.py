@@ -220,10 +220,11 @@ class LinearLoss(CheckedCall):
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
     def terms(self, statistics: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
-        """Return the unreduced loss as ({name: Term}, {metric name: Term}). A pure function of tensors.
+        """Return (the terms of the loss, the metrics), both {name: Term}. Must be a pure function of tensors.
 
         Args:
-            statistics: `TokenStats` in a `TokenLoss`, logits (n, V) in a `LogitsLoss`.
+            statistics: `TokenStats` in a `TokenLoss`; in a `LogitsLoss` logits (n, V), with `tp_group` this
+                rank's columns (n, V_r).
             batch: targets and inputs of the same n rows.
         """
         raise NotImplementedError

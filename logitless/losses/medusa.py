@@ -82,7 +82,7 @@ class MedusaHeads(BlockHeads):
 
     @torch.no_grad()
     def start_from(self, weight: Tensor) -> "MedusaHeads":
-        """Copy the base head (V, H) into every projection, so that training starts from its outputs."""
+        """Copy the base head (V, H) into every projection: training starts from the base head's logits."""
         shape = (self.vocab_size, self.hidden_size)
         if weight.shape != shape:
             raise value_error("weight", f"the base head {shape}", tuple(weight.shape), "pass lm_head.weight")

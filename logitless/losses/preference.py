@@ -223,8 +223,8 @@ def mean_logits_over_positions(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean logit over all positions of the chosen sequences, and of the rejected sequences.
 
-    The mean of a position's logits over the vocabulary is the product of its hidden state with the mean row
-    of the head.
+    The mean of a position's logits over the vocabulary is computed from the mean row and the mean bias of the
+    head.
     """
     with torch.no_grad():
         dtype = torch.promote_types(hidden.dtype, torch.float32)

@@ -295,7 +295,8 @@ class Recipes:
         return (recipe, index) if is_unchanged and recipe.is_valid() else None
 
     def _find_source(self, x: Tensor) -> tuple[Recipe, int] | None:
-        """Return (recipe, output index) if x is an output cast to another dtype, or a view of one."""
+        """Return (recipe, output index) if x is a copy of an output in another dtype, or a view of such a
+        copy; else None."""
         entry = self.by_node.get(_cast_source(x))
         if entry is None or x._version != 0:
             return None

@@ -58,8 +58,8 @@ def head_of(model: nn.Module) -> HeadView:
 
 
 def _options(model: nn.Module) -> list[Any]:
-    """Return all numbers, strings and Nones in a model's attributes and configurations, which its forward
-    pass may read."""
+    """Return (name, value) of all numbers, strings and Nones in a model's attributes and configurations,
+    except `training`. The model's forward pass may read them."""
     config = getattr(model, "config", None)
     owners = [model] if config is None else [model, config]
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:

@@ -313,7 +313,7 @@ def _make_targets(shape: tuple[int, ...], mask: SamplingMask | None, device: tor
 
 
 def _make_inputs(loss: Callable, targets: Tensor, sequences: int, present: Mapping[str, object]) -> dict:
-    """Return the per-token and per-sequence inputs that a loss of the library requires."""
+    """Return zeros for inputs of a policy or preference loss that the caller may leave out of an estimate."""
     tokens = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
     inputs: dict[str, object] = {}
     if isinstance(loss, PolicyLoss):

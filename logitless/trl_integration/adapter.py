@@ -53,12 +53,12 @@ class Replacement:
     """Replacement of a method or function of TRL.
 
     Attributes:
-        function: is called in its place, as `function(chunked, original, arguments)`. `arguments` holds the
-            arguments of the call by name. `original(**changes)` calls TRL's function with the same arguments,
-            except for `changes`.
+        function: is called instead of TRL's function, as `function(chunked, original, arguments)`.
+            `arguments` holds the arguments of the call by name. `original(**changes)` calls TRL's function,
+            or the user's override of it, with the same arguments, except for `changes`.
         required_in: the kinds of steps, "train" and "evaluate", in which the replacement must be called.
-        calls_original: whether `function` may call TRL's function. If it never does, a trainer that overrides
-            the method is refused, because its override would be ignored.
+        calls_original: whether `function` may call `original`. If it never does, a trainer that overrides the
+            method is refused, because the override would be ignored.
     """
 
     function: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]

@@ -131,8 +131,8 @@ def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor
 
 
 def attach_gatherable_logits(chunked: ChunkedLoss) -> Attach:
-    """While it is attached, a model returns `GatherableLogits` in calls inside of
-    `return_gatherable_logits`."""
+    """Return an `Attach`. While a model is attached, the `logits` of its outputs are `GatherableLogits` in
+    calls inside of `return_gatherable_logits`."""
 
     @contextmanager
     def attach(model: PreTrainedModel) -> Iterator[None]:

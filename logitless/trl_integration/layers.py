@@ -93,7 +93,7 @@ def switch_on(
 
 
 def _fuse(trainer: Any) -> Callable[[], None]:
-    """Fuse the layers of the trainer's models; returns a function that restores them."""
+    """Fuse the layers of the trainer's models; returns a function that restores the layers."""
     use_liger_kernel = trainer.args.use_liger_kernel
     if use_liger_kernel:
         remedy = "both replace the same layers: leave one of them out"

@@ -1,6 +1,7 @@
 """Triton kernel of `divergence.py` for a sharded vocabulary.
 
-The caller merges the results of pass 1 (see `divergence_triton.py`) over the ranks. Passes 2 and 3 are one
+The caller runs pass 1 (see `divergence_triton.py`) with `token_statistics` and merges its results over the
+ranks. Passes 2 and 3 are one
 launch each, with an all-reduce of the sums between them.
 """
 

@@ -7,13 +7,13 @@
    mean, so passes 2 and 3 are combined.
 
 With OVERLAP, pass 2 also computes the acceptance rate sum min(s, p). p is the teacher's distribution t or,
-with MASS, the teacher's probabilities of these ids in a larger vocabulary. TV, NLA and LK are functions of
-the acceptance rate and of the forward KL. Their gradient is a (s - t) - b s ([s < p] - sum s [s < p]), with
-factors a and b per row.
+with MASS, the teacher's probabilities of these ids in a larger vocabulary. TV and NLA are functions of the
+acceptance rate, LK of the acceptance rate and the forward KL. The gradient of all three is
+a (s - t) - b s ([s < p] - sum s [s < p]), with factors a and b per row.
 
 A pair of logits takes 7 memory accesses for the JSD, and 5 for the forward KL. On an H200 the arithmetic took
-longer than the memory accesses. Therefore logarithms are to the base 2, sums instead of terms are multiplied
-by constants, and no maximum is reduced over a block.
+longer than the memory accesses. Therefore logarithms are to the base 2, constant factors are applied to sums
+where possible, and the loops over the blocks keep a maximum per lane.
 """
 
 import torch
@@ -118,8 +118,9 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
     """Return (s, t, terms of the divergence, score, terms of the mean of the score under s), given log2 s and
     log2 t.
 
-    The last three are in the unit of `unit_of`. They are exactly 0 if log_s = log_t. Differences of
-    logarithms are computed before any logarithm of m, so that they are accurate if s and t are close.
+    The last three must be multiplied by `unit_of`. They are exactly 0 if log_s = log_t, except for the last
+    one in FORWARD, TV, NLA and LK: these modes do not use the mean, and return s. Differences of logarithms
+    are computed before any logarithm of m, so that they are accurate if s and t are close.
     """
     d = log_t - log_s
     if (MODE == JSD) | (MODE == EVEN):

@@ -6,9 +6,10 @@
     weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]] (+ factor[n] base[n])
     add_rows          d_weight[v] += sum over the slots (n, j) with the id v of g[n, j] hidden[n]
 
-A negative id is an empty slot. All sums are computed in promote(dtype, fp32), and in the same order in every
-run: `add_rows` sorts the slots by id, and one program writes each row of the head. The Triton kernels
-(`gathered_triton.py`) read k rows of the head per token. The twins process one slot of all tokens at a time.
+A negative id is an empty slot; in `wrong_slots` and `first_slots`, -inf marks empty slots. All sums are
+computed in promote(dtype, fp32), and in the same order in every run: `add_rows` sorts the slots by id, and
+writes each row of d_weight without atomics. The Triton kernels (`gathered_triton.py`) read k rows of the head
+per token. The PyTorch twins process one slot of all tokens at a time.
 """
 
 import torch

@@ -223,9 +223,9 @@ def add_slot_rows(
     *,
     first: bool,  # whether `total` is uninitialized
 ) -> None:
-    """For every slot, add coefficient * hidden to the row of its id in `total`.
+    """For every slot with an id of 0 or more, add coefficient * hidden to the row of its id in `total`.
 
-    The slots of a row of `total` are added in slot order, and the row is written once.
+    The order of the sum is the same in every run, and a row's sum is rounded to its dtype once.
     """
     size = slots.ids.shape[0]
     if size and _runs(hidden, total) and total.dtype != torch.float64 and hidden.dtype != torch.float64:
