@@ -70,7 +70,7 @@ class Rows(NamedTuple):
         return Segments(sizes, rows, last - first, self.roles)
 
     def sequences(self, first: int, last: int) -> Tensor:
-        """Call indices of the sequences of groups first:last, role by role: of pairs, first the chosen ones."""
+        """Call indices of the sequences of groups first:last, role by role (of pairs: first the chosen)."""
         groups = self.sequence_sizes.shape[0] // self.roles
         device = self.sequence_sizes.device
         roles = torch.arange(self.roles, device=device)[:, None]

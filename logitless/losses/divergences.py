@@ -31,7 +31,8 @@ def log_of_others(teacher: Tensor, call_dtype: torch.dtype) -> Tensor:
 
     The probability is clamped to at least eps, because the rounded sum may reach or exceed 1. eps is the
     machine epsilon of fp64 if `teacher` and `call_dtype` are fp64, else of fp32. The machine epsilon of bf16,
-    2^-7, would be too large: log-probabilities near 0 have a small absolute error in every dtype. Even in bf16, a token with probability 0.9999 leaves a probability of about 1e-4 for all other ids.
+    2^-7, would be too large: log-probabilities near 0 have a small absolute error in every dtype. Even in
+    bf16, a token with probability 0.9999 leaves a probability of about 1e-4 for all other ids.
 
     Args:
         teacher: (n, k) log-probabilities in the dtype of the student's.
