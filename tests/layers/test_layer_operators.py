@@ -294,6 +294,7 @@ REFUSED = [
         r"q: expected shape .* with an even head size D, got \(2, 3, 5, 15\); ",
     ),
     (ROPE, {"k": zeros(2, 5, 24)}, r"k: expected shape .* with an even head size D, got \(2, 5, 24\); "),
+    (ROPE, {"q": zeros(2, 3, 5, 0)}, r"q: expected shape .* with an even head size D, got \(2, 3, 5, 0\); "),
     (
         ROPE,
         {"k": zeros(2, 2, 6, 24)},
