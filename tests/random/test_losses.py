@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.random.calls import Call, Rounding, World
 from tests.random.known import unknown
-from tests.random.losses import FAMILIES, Family, per_token
+from tests.random.losses import DIFFERENCES, FAMILIES, OTHERS, Family, per_token
 from tests.random.search import REPEATED, search
 from tests.support import DEVICE, uncompiled
 
@@ -123,6 +123,63 @@ SEARCHES |= {
 @pytest.mark.parametrize("name", SEARCHES)
 def test_loss(name):
     search(*SEARCHES[name], REPEATED, max_examples=5 if "wrong" in name else 40)
+
+
+# Every formula with the options that change it: what a search draws may leave one out.
+CLIPPED = {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.1, "beta": 0.1}
+FORMULAS = (
+    *(("cross-entropy", {"label_smoothing": 0.1, "z_loss": 0.1, "dft": dft}) for dft in (False, True)),
+    *(("DPO", {"loss_type": kind, "label_smoothing": 0.1, "beta": 0.5}) for kind in (*DIFFERENCES, *OTHERS)),
+    *(
+        ("DPO", {"loss_type": "sigmoid", "f_divergence_type": kind, "f_alpha_divergence_coef": 0.3})
+        for kind in ("forward_kl", "js_divergence", "alpha_divergence")
+    ),
+    ("DPO", {"loss_type": "sigmoid", "ld_alpha": 0.5, "use_weighting": True}),
+    ("ORPO", {"beta": 0.5}),
+    *(
+        ("CPO", {"loss_type": kind, "label_smoothing": 0.2, "simpo_gamma": 0.3, "cpo_alpha": 0.5})
+        for kind in ("sigmoid", "hinge", "ipo", "simpo")
+    ),
+    ("CPO", {"loss_type": "simpo", "alpha": 0.3, "cpo_alpha": 0.0}),
+    ("SimPO", {"beta": 0.5, "gamma": 0.1}),
+    *(
+        ("KTO", {"loss_type": kind, "beta": 0.5, "desirable_weight": 2.0})
+        for kind in ("kto", "apo_zero_unpaired")
+    ),
+    *(("GRPO", {"loss_type": kind, **CLIPPED}) for kind in ("dapo", "grpo", "bnpo", "luspo")),
+    ("GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence", **CLIPPED}),
+    ("GRPO", {"loss_type": "dr_grpo", "max_completion_length": 7, "entropy_coef": 0.1}),
+    ("GRPO", {"loss_type": "cispo", "epsilon_high": 1.5, "beta": 0.1, "use_bias_correction_kl": True}),
+    ("GRPO", {"loss_type": "sapo", "sapo_temperature_neg": 2.0, "top_entropy_quantile": 0.5}),
+    ("GRPO", {"loss_type": "vespo", "vespo_k_pos": 0.5, "vespo_lambda_neg": 0.5}),
+    ("PPO", {"epsilon": 0.1, "epsilon_high": 0.3, "entropy_coef": 0.1}),
+    ("RLOO", {"epsilon": 0.1, "epsilon_high": 0.3}),
+    *(
+        ("distillation", {"divergence": kind, "skew_alpha": 0.3, "hard_loss_weight": 0.3, "temperature": 2.0})
+        for kind in ("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine")
+    ),
+    *(("distillation", {"divergence": "jsd", "beta": beta}) for beta in (0.0, 0.1, 0.5, 1.0)),
+)
+FORMULA_INPUTS = {
+    "cross-entropy": {"class_weights": True, "token_weights": True},
+    "DPO": {"reference": "tokens"},
+    "KTO": {"reference": "tokens", "kl": 1.5},
+    "GRPO": {"advantages": "tokens", "old_logps": 2.0, "reference": "tokens"},
+    "PPO": {"advantages": "tokens", "old_logps": 2.0},
+    "RLOO": {"advantages": "sequences", "old_logps": 2.0},
+    "distillation": {"teacher": "same", "best": 3},
+}
+
+
+@pytest.mark.parametrize(("name", "options"), FORMULAS, ids=lambda x: x if isinstance(x, str) else str(x))
+def test_every_formula(name, options):
+    inputs = FORMULA_INPUTS.get(name, {})
+    sizes = {"lengths": (3, 5, 2, 4), "padding": 1, "V": 13, "H": 5}
+    case = Call(
+        loss=name, options=options, inputs=inputs, **sizes, dtype=torch.float64, peak=4.0, ignored=0.2, seed=1
+    )
+    assert fits(case)
+    check(case)
 
 
 def check(case: Call) -> None:
