@@ -152,6 +152,8 @@ FORMULAS = (
     ("GRPO", {"loss_type": "cispo", "epsilon_high": 1.5, "beta": 0.1, "use_bias_correction_kl": True}),
     ("GRPO", {"loss_type": "sapo", "sapo_temperature_neg": 2.0, "top_entropy_quantile": 0.5}),
     ("GRPO", {"loss_type": "vespo", "vespo_k_pos": 0.5, "vespo_lambda_neg": 0.5}),
+    ("GRPO", {"loss_type": "grpo", "entropy_coef": 0.1, "reduction": "none"}),
+    ("GRPO", {"loss_type": "dapo", "off_policy_mask_threshold": 0.05}),
     ("PPO", {"epsilon": 0.1, "epsilon_high": 0.3, "entropy_coef": 0.1}),
     ("RLOO", {"epsilon": 0.1, "epsilon_high": 0.3}),
     *(
