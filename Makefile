@@ -56,7 +56,7 @@ test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORME
 test-peers: $(VENV)/peers/.ready
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/peers $(PY) -m pytest tests/test_migration.py
 
-# 300 changes of one place each, of what is committed: an hour on two undisturbed cores.
+# 300 changes of one place each, of what is committed: two hours or more on two cores.
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants --jobs $(JOBS)
 

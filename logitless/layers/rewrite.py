@@ -191,7 +191,8 @@ class _Rewriter(ast.NodeTransformer):
             call = match_rotation_call(statement, self.fusible)
             if call is None:
                 continue
-            q_norm, k_norm = (find_norm_before(block, index, x.id, self.fusible) for x in call.args[:2])
+            q_norm = find_norm_before(block, index, call.args[0].id, self.fusible)
+            k_norm = find_norm_before(block, index, call.args[1].id, self.fusible)
             if q_norm is None or k_norm is None:
                 continue
             is_transposed = q_norm[1].transpose is not None

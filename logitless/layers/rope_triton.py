@@ -262,7 +262,8 @@ def launch_constants(q_count: int, k_count: int, D: int, config) -> dict[str, ob
     """Return the arguments of a launch that are constant for a model, and the number of warps."""
     half = triton.next_power_of_2(D // 2)
     max_heads = max(1, MAX_TILE_ELEMENTS // (2 * half))
-    q_heads, k_heads = (min(triton.next_power_of_2(max(1, count)), max_heads) for count in (q_count, k_count))
+    q_heads = min(triton.next_power_of_2(max(1, q_count)), max_heads)
+    k_heads = min(triton.next_power_of_2(max(1, k_count)), max_heads)
     return {
         "Q_COUNT": q_count,
         "K_COUNT": k_count,

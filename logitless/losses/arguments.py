@@ -189,8 +189,8 @@ def call_keywords(cls: type) -> tuple[str, ...]:
 def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
     """Raise TypeError for names in `given` that are not in `allowed`.
 
-    The message suggests the argument that the first unknown name stands for, or the most similar name. It may
-    also suggest `arguments`, the names in the function's own signature.
+    For the first unknown name, the message suggests the corresponding argument (`SYNONYMS`) or the most
+    similar name, also among `arguments`, the names in the function's signature.
     """
     unknown = [name for name in given if name not in allowed]
     if unknown:

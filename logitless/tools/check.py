@@ -270,7 +270,8 @@ def _compare(results: Mapping[str, Result], naive: Result, truth: Result, dtype:
             record(name, _error(actual, exact), allowed_error(_error(plain, exact), result_dtype))
         for name, exact in truth.metrics.items():
             scale = max(1.0, abs(exact.item()))
-            error, naive_error = ((x.metrics[name] - exact).abs().item() / scale for x in (result, naive))
+            error = (result.metrics[name] - exact).abs().item() / scale
+            naive_error = (naive.metrics[name] - exact).abs().item() / scale
             record(name, error, 2 * naive_error + slack)
     return CheckReport(errors, allowed, all(errors[name] <= allowed[name] for name in errors))
 

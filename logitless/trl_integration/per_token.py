@@ -251,32 +251,20 @@ OFFLINE = {
     "checks": (check_fused_head_options,),
     "active_during": ("compute_loss", "compute_ref_log_probs"),
 }
-ONLINE = {"notes": (describe_server_rounding,), "warnings": (describe_truncated_sampling,)}
+ONLINE = {
+    "checks": (check_fused_head_options,),
+    "attachments": fused_head_attachments("entropy"),
+    "notes": (describe_server_rounding,),
+    "warnings": (describe_truncated_sampling,),
+}
 DPO = Adapter("trl:DPO", attachments=fused_head_attachments("entropy", "mean_logits", "is_top1"), **OFFLINE)
 KTO = Adapter("trl:KTO", attachments=fused_head_attachments("entropy", "mean_logits"), **OFFLINE)
-GRPO = Adapter(
-    "trl:GRPO",
-    checks=(check_fused_head_options,),
-    attachments=fused_head_attachments("entropy"),
-    **ONLINE,
-)
-RLOO = Adapter(
-    "trl:RLOO",
-    checks=(check_fused_head_options,),
-    attachments=fused_head_attachments("entropy"),
-    **ONLINE,
-)
-GMPO = Adapter(
-    "trl.experimental.gmpo:GMPO",
-    checks=(check_fused_head_options,),
-    attachments=fused_head_attachments("entropy"),
-    **ONLINE,
-)
+GRPO = Adapter("trl:GRPO", **ONLINE)
+RLOO = Adapter("trl:RLOO", **ONLINE)
+GMPO = Adapter("trl.experimental.gmpo:GMPO", **ONLINE)
 AsyncGRPO = Adapter(
     "trl.experimental.async_grpo:AsyncGRPO",
-    checks=(require_newest_minor, check_fused_head_options),
-    attachments=fused_head_attachments("entropy"),
-    **ONLINE,
+    **ONLINE | {"checks": (require_newest_minor, check_fused_head_options)},
 )
 
 

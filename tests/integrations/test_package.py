@@ -73,11 +73,11 @@ def test_another_minor_version_warns_once(installed):
 def test_a_framework_that_is_not_there(installed):
     installed(None)
     with pytest.raises(ImportError) as caught:
-        versions.import_owner("torchtitan", "nowhere.at:all")
-    got = "no installation (No module named 'nowhere')"
+        versions.import_owner("torchtitan", "missing.module:function")
+    got = "no installation (No module named 'missing')"
     assert str(caught.value) == f"torchtitan: expected 0.3, got {got}; pip install 'torchtitan==0.3.*'."
     with pytest.raises(ImportError, match="; install it from https://github.com/NVIDIA-NeMo/RL"):
-        versions.import_owner("nemo_rl", "nowhere.at:all")
+        versions.import_owner("nemo_rl", "missing.module:function")
 
 
 def test_a_function_that_moved(installed):

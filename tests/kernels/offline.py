@@ -118,7 +118,7 @@ def check_compilation(
     assert all(numbers.values())
     folder = triton_folder(version)
     if folder is None and version != TRITONS[0]:
-        pytest.skip("only the installed Triton is at hand")
+        pytest.skip("only the installed Triton is available")
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)

@@ -1,4 +1,4 @@
-"""What is refused, by the constructor and by `apply_to` alike; and a teacher under DeepSpeed ZeRO-3."""
+"""Trainers that both the constructor and `apply_to` refuse; and a teacher under DeepSpeed ZeRO-3."""
 
 from functools import partial
 from types import SimpleNamespace
