@@ -76,7 +76,7 @@ def found_at(pkg: griffe.Module, path: str) -> griffe.Object | None:
 
 
 def entries_of(docstring: str, section: str = "Args") -> dict[str, str]:
-    """What stands below `Args:`, by name."""
+    """Argument name -> its text in the section `Args:`."""
     found = next((x for x in SECTION.finditer(f"{docstring}\n") if x[1] == section), None)
     return {name: text.rstrip() for name, text in ENTRY.findall(found[2])} if found else {}
 

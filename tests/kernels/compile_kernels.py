@@ -140,7 +140,7 @@ def scale_combinations() -> Iterator[Combination]:
     both, block = (False, True), {"BLOCK": scale_triton.BLOCK}
     for x, out in itertools.product(TYPES, TYPES):
         for in_place in {False, x == out}:
-            # One matrix alone stands in for the other, too.
+            # A call with a single matrix passes it as the other matrix as well.
             pointers = {"x": x, "out": out, "y": x, "y_out": out}
             flags = {"PAIR": False, "IN_PLACE": in_place, "Y_IN_PLACE": in_place} | block
             yield combination("scale_all_kernel", pointers, flags)

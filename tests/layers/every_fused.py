@@ -123,7 +123,7 @@ def families() -> str:
 
 
 def replaced(text: str, name: str, block: str) -> str:
-    """The page with what stands between two markers exchanged."""
+    """The page with `block` between the two markers of `name`."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     head, _, rest = text.partition(begin)
     return f"{head}{begin}{block}\n{end}{rest.partition(end)[2]}"

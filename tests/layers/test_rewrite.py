@@ -1,5 +1,5 @@
 """Which statements of a forward pass are replaced, that all others stay, and that each replacement computes
-what it stands for."""
+the same as the statements."""
 
 import inspect
 import traceback

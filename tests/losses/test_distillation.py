@@ -125,7 +125,7 @@ def test_ids_that_both_biases_rule_out_are_not_there(divergence):
 
 @pytest.mark.parametrize("ignore_index", [0, 1, 7])
 def test_every_token_counts_without_targets(ignore_index):
-    """An id stands for the target that is not there, whatever `ignore_index` is."""
+    """Without targets the call uses an id other than `ignore_index` as the target of every token."""
     operands = random(6, 4), random(9, 4, seed=4)
     teacher = {"teacher_hidden": random(6, 3, seed=5), "teacher_weight": random(9, 3, seed=6)}
     found, expected = (

@@ -41,7 +41,7 @@ class Problem:
         policy = log_probs(self.kl_hidden.view(-1, H), self.head)
         reference = log_probs(self.kl_ref.view(-1, H_REF), self.ref_head)
         labels, bounds = self.kl_targets.view(-1), self.starts.tolist()
-        # What stands at tokens that do not count is nobody's.
+        # The values at tokens that do not count must not be used.
         beside, ratios, sums = (
             torch.full_like(policy[:, 0], 9.0),
             torch.zeros_like(policy[:B, 0]),

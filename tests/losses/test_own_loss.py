@@ -241,7 +241,7 @@ class EntropyAlone(TokenLoss):
 
 
 def test_a_loss_without_a_gradient_of_logps_returns_them():
-    """Found at random: the gradient d_logps that stands beside them was multiplied though there is none."""
+    """A case of the random tests: the missing gradient of the returned logps was multiplied."""
     hidden, weight = torch.randn(5, H, requires_grad=True), torch.randn(V, H)
     out = EntropyAlone(return_logps=True)(hidden, weight, torch.arange(5))
     out.loss.backward()

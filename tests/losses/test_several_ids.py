@@ -233,7 +233,7 @@ def test_memory_stays_within_the_budget():
     tokens, V, k, budget = 6_144, 512, 2, 2**22
     h, w, _, _ = operands((tokens,), 2, V, torch.float32)
     ids = ids_of((tokens,), V, k, 0)
-    # Beside the budget: what a call hands out, and what it takes to cut ids, O(N k).
+    # Memory in addition to the budget: the results of a call, and O(N k) to cut the ids.
     handed = 8 * tokens * (4 * k + 6)
     with AllocationWatcher() as watcher:
         out = linear_logprobs(h, w.requires_grad_(), ids, logits_budget=budget)

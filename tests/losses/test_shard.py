@@ -48,7 +48,7 @@ LARGE, SMALL, SMALL_BESIDE_TWINS = 2**24, 14_000, 49_152 + 1_100
 
 
 class Numbers(TokenStatistics):
-    """`TokenStatistics` as a loss: a function of every number that it hands out."""
+    """`TokenStatistics` as a loss: a function of every statistic that it returns."""
 
     def __call__(self, hidden, weight, targets, *, bias=None):
         found, plan = self.statistics(hidden, weight, targets, bias=bias)
