@@ -295,10 +295,10 @@ def tensor_parallel(
     quick: Quick = False,
     device: Device = "",
 ) -> None:
-    """Heads sharded over the vocabulary (CE, DPO, GRPO, JSD) beside one GPU: agreement, time and memory of
-    each rank."""
+    """Heads sharded over the vocabulary (CE, DPO, GRPO, JSD) beside one GPU, and peers' cross-entropies of
+    sharded heads: agreement, time and memory of each rank."""
     target = chosen_device(device, quick)
-    document = new_document("tensor-parallel", target, quick=quick)
+    document = new_document("tensor-parallel", target, quick=quick, versions=shards.PEERS.versions())
     path = out_path(out, document)
     shards.run(document, ranks, quick=quick, device=target.type, say=speaker())
     write_json(path, document)

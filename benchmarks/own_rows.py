@@ -319,7 +319,9 @@ def measure_shards(session: Session, rank: int, ranks: int, store: str) -> None:
     for name, (_, loss, _, _, heads) in tensor_parallel.LOSSES.items():
 
         def shard(row: Row) -> dict:
-            arguments = tensor_parallel.sharded(session.arguments(row.inputs), heads, rank, ranks)
+            arguments = session.arguments(row.inputs)
+            rows = tensor_parallel.shard_rows(arguments[1].shape[0], rank, ranks)
+            arguments = tensor_parallel.sharded(arguments, heads, rows)
             return timed(session, row, arguments, dist.barrier)
 
         session.measure(Row(f"tp {name}", SHARDED[name], partial(loss, dist.group.WORLD)), shard)

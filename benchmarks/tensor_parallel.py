@@ -1,5 +1,5 @@
-"""Vocabulary-parallel heads beside the whole head on one GPU: the same problem on every rank, each with its
-rows of the head."""
+"""Vocabulary-parallel heads beside the whole head on one GPU, and peers' cross-entropies of a sharded head:
+the same problem on every rank, each with its rows of the head."""
 
 import tempfile
 import time
@@ -7,18 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks import ce, distillation, policy, preference
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import Truth, check, clear, memory
-from benchmarks.objective import Objective
+from benchmarks.objective import Objective, Problem
+from benchmarks.peers import Peers
 from benchmarks.policy import POLICY
 from benchmarks.policy_peers import EPSILON, OPTIONS
 from benchmarks.preference import PREFERENCE
@@ -56,13 +61,41 @@ def jsd(group, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_w
     return made(JSDLoss, tp_group=group)(hidden, weight, **teacher)
 
 
-# Name -> the objective, the loss, its shape, the quick one, and which arguments are heads.
+# Name -> the objective, the loss, its shape, the quick one, and which arguments are heads. Peers divide the
+# V of cross-entropy evenly.
 LOSSES: dict[str, tuple[Objective, Callable, object, object, tuple[int, ...]]] = {
-    "cross-entropy": (CE, cross_entropy, ce.SHAPES[0], ce.QUICK_SHAPES[0], (1,)),
+    "cross-entropy": (CE, cross_entropy, ce.SHAPES[0], ce.Shape(96, 32, 518), (1,)),
     "DPO": (PREFERENCE, dpo, preference.SHAPES[2], preference.QUICK_SHAPES[2], (1, 4)),
     "GRPO": (POLICY, grpo, policy.SHAPES[0], policy.QUICK_SHAPES[0], (1,)),
     "JSD": (DISTILLATION, jsd, distillation.SHAPES[0], distillation.QUICK_SHAPES[0], (1, 3)),
 }
+
+# Cross-entropies of shards of equal size, called as (group, hidden, weight, targets).
+PEERS = Peers()
+
+
+@PEERS.add("PyTorch loss_parallel, fp32 upcast")
+def torch_loss_parallel():
+    def loss(group, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        mesh = DeviceMesh.from_group(group, hidden.device.type)
+        hidden, weight = (
+            DTensor.from_local(tensor, mesh, [placement])
+            for tensor, placement in ((hidden, Replicate()), (weight, Shard(0)))
+        )
+        return torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets).to_local()
+
+    return loss
+
+
+@PEERS.add("Liger scaled CE, TP", package="liger-kernel", needs_cuda=True)
+def liger():
+    from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
+
+    def loss(group, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        per_token = liger_fused_linear_scaled_cross_entropy_tp(hidden, weight, targets, group)
+        return per_token.sum() / (targets != -100).sum()
+
+    return loss
 
 
 def run(document: dict, ranks: int, *, quick: bool, device: str, say: Callable[[str], None]) -> None:
@@ -72,7 +105,8 @@ def run(document: dict, ranks: int, *, quick: bool, device: str, say: Callable[[
             worker, args=(ranks, folder, quick, device, document["seed"]), nprocs=ranks
         )
         found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
-    document |= {"ranks": ranks, "sections": []}
+    absent = PEERS.load(torch.device(device))[1]
+    document |= {"ranks": ranks, "absent": absent, "sections": []}
     for name, (_, _, shape, quick_shape, _) in LOSSES.items():
         rows = [found[0][name]["whole"]] + [
             found[rank][name]["shard"] | {"name": f"rank {rank}"} for rank in range(ranks)
@@ -83,8 +117,13 @@ def run(document: dict, ranks: int, *, quick: bool, device: str, say: Callable[[
                 for key in row
                 if key.startswith("d_") and key.endswith("_error")
             )
+        peers = [
+            row | {"name": f"{peer}, rank {rank}"}
+            for peer in found[0][name]["peers"]
+            for rank, row in enumerate(of_rank[name]["peers"][peer] for of_rank in found)
+        ]
         document["sections"].append(
-            {"loss": name, "shape": asdict(quick_shape if quick else shape), "rows": rows}
+            {"loss": name, "shape": asdict(quick_shape if quick else shape), "rows": rows, "peers": peers}
         )
     document["complete"] = True
     say("\n" + table(document))
@@ -103,26 +142,22 @@ def worker(rank: int, ranks: int, folder: str, quick: bool, device_type: str, se
         timeout=timedelta(seconds=120),
         device_id=device if device.type == "cuda" else None,
     )
-    group, found = dist.group.WORLD, {}
+    found = {}
     for name, (objective, loss, shape, quick_shape, heads) in LOSSES.items():
         problem = objective.problem(quick_shape if quick else shape, device, seed)
         whole = measured(partial(loss, None, *problem.arguments), problem.leaves, problem.truth, device)
-        arguments, leaves = problem.arguments, dict(problem.leaves)
-        rows = shard_rows(arguments[1].shape[0], rank, ranks)
-        arguments = sharded(arguments, heads, rank, ranks)
-        leaves["weight"] = arguments[1]
-        truth = Truth(
-            problem.truth.loss,
-            problem.truth.gradients | {"weight": problem.truth.gradients["weight"][rows].clone()},
-        )
-        del problem
-        release(device)
+        rows = shard_rows(problem.arguments[1].shape[0], rank, ranks)
         found[name] = {
             "whole": whole,
-            "shard": measured(partial(loss, group, *arguments), leaves, truth, device),
+            "shard": measured_shard(loss, problem, heads, rows, device),
+            "peers": {},
         }
-        del arguments, leaves, truth
-        release(device)
+        if objective is not CE:
+            continue
+        rows = equal_rows(problem.arguments[1].shape[0], rank, ranks)
+        for peer, compute in PEERS.load(device)[0].items():
+            with loss_parallel():  # for the backward pass of PyTorch's, no other reads it
+                found[name]["peers"][peer] = measured_shard(compute, problem, heads, rows, device)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -134,13 +169,35 @@ def shard_rows(V: int, rank: int, ranks: int) -> slice:
     return slice(ends[rank], ends[rank + 1])
 
 
-def sharded(arguments: Sequence, heads: tuple[int, ...], rank: int, ranks: int) -> list:
-    """The arguments with this rank's rows of the `heads` among them; the first is the one that trains."""
-    arguments, rows = list(arguments), shard_rows(arguments[1].shape[0], rank, ranks)
+def equal_rows(V: int, rank: int, ranks: int) -> slice:
+    """A rank's rows of a head whose shards have equal sizes, as the peers expect."""
+    return slice(rank * V // ranks, (rank + 1) * V // ranks)
+
+
+def sharded(arguments: Sequence, heads: tuple[int, ...], rows: slice) -> list:
+    """The arguments with these rows of the `heads` among them; the first is the one that trains."""
+    arguments = list(arguments)
     for at in heads:
         arguments[at] = arguments[at].detach()[rows].clone()
     arguments[1].requires_grad_()
     return arguments
+
+
+def measured_shard(
+    loss: Callable, problem: Problem, heads: tuple[int, ...], rows: slice, device: torch.device
+) -> dict:
+    """The row of a rank that holds these rows of the heads."""
+    arguments = sharded(problem.arguments, heads, rows)
+    of_rows = {"weight": problem.truth.gradients["weight"][rows].clone()}
+    row = measured(
+        partial(loss, dist.group.WORLD, *arguments),
+        problem.leaves | {"weight": arguments[1]},
+        Truth(problem.truth.loss, problem.truth.gradients | of_rows),
+        device,
+    )
+    del arguments
+    release(device)
+    return row
 
 
 def measured(call: Callable, leaves: dict[str, Tensor], truth: Truth, device: torch.device) -> dict:
@@ -175,10 +232,15 @@ def table(document: dict) -> str:
             {True: "yes", False: "NO", None: row["verdict"]}[row.get("right")],
         ]
         for section in document["sections"]
-        for row in section["rows"]
+        for row in section["rows"] + section["peers"]
     ]
     headers = ["", "", "ms", "GiB beyond grads", "d_hidden err", "d_weight err", "right"]
     return tabulate(body, headers, disable_numparse=True, colalign=("left", "left", *["right"] * 5))
+
+
+def slowest(rows: Sequence[dict]) -> tuple[float, float]:
+    """Milliseconds of the slowest rank, and the most GiB beyond the gradients that one takes."""
+    return max(row["ms"] for row in rows), max(gib(row["beyond_gradients_bytes"]) for row in rows)
 
 
 def by_loss(document: dict, source: str) -> str:
@@ -186,24 +248,26 @@ def by_loss(document: dict, source: str) -> str:
     body = []
     for section in document["sections"]:
         whole, *ranks = section["rows"]
-        slowest = max(row["ms"] for row in ranks)
-        most = [max(gib(row["beyond_gradients_bytes"]) for row in rows) for rows in ([whole], ranks)]
-        cells = [
-            f"{whole['ms']:.1f} ms, {most[0]:.1f} GiB",
-            f"{slowest:.1f} ms, {most[1]:.1f} GiB",
-            f"{whole['ms'] / slowest:.2f}x",
-        ]
+        ms, memory = slowest(ranks)
+        where = sizes({k: v for k, v in section["shape"].items() if k != "loss"})
         body.append(
             [
-                f"{section['loss']}, {sizes({k: v for k, v in section['shape'].items() if k != 'loss'})}",
-                *cells,
+                f"{section['loss']}, {where}",
+                f"{whole['ms']:.1f} ms, {gib(whole['beyond_gradients_bytes']):.1f} GiB",
+                f"{ms:.1f} ms, {memory:.1f} GiB",
+                f"{whole['ms'] / ms:.2f}x",
             ]
         )
+        for peer, rows in groupby(section.get("peers", ()), lambda row: row["name"].rpartition(", rank")[0]):
+            rows = list(rows)
+            right = all(row["verdict"] == "ok" for row in rows)
+            cell = "{:.1f} ms, {:.1f} GiB".format(*slowest(rows)) if right else rows[0]["verdict"]
+            body.append([f"{section['loss']}, {peer}", "", cell, ""])
     headers = ["", "one GPU", f"{document['ranks']} ranks", "faster"]
     return tabulate(
         body, headers, tablefmt="github", colalign=("left", *["right"] * 3), disable_numparse=True
     ) + (
         f"\n\n{document['ranks']} x {document['device']}, {document['date'][:10]}, bf16, forward and "
-        f"backward, uneven shards; "
+        f"backward, uneven shards (peers: equal ones); "
         f"memory of a rank beyond the inputs and the returned gradients.\n\n{source}"
     )

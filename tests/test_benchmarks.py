@@ -102,7 +102,8 @@ def forked_uncompiled(function, args: tuple, nprocs: int) -> None:
 
 
 def rows_of_document(written: dict) -> list[dict]:
-    return written.get("rows") or [row for section in written["sections"] for row in section["rows"]]
+    sections = written.get("sections", ())
+    return written.get("rows") or [row for x in sections for row in x["rows"] + x.get("peers", [])]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -337,7 +338,7 @@ def test_the_verdict_of_a_comparison():
 def test_a_wrong_shard_fails_the_run(monkeypatch):
     def failing(document, ranks, **given):
         row = {"name": "rank 0", "right": False}
-        document |= {"sections": [{"loss": "DPO", "rows": [{}, row]}], "complete": True}
+        document |= {"sections": [{"loss": "DPO", "rows": [{}, row], "peers": []}], "complete": True}
 
     monkeypatch.setattr(tensor_parallel, "run", failing)
     result = invoke("tensor-parallel", "--quick", "--device", "cpu")

@@ -115,10 +115,8 @@ def expected_strategy(case: dict) -> str:
     return "cached_grad" if trainable == {"hidden"} and not case["label_smoothing"] else "recompute"
 
 
-@one_row_warning
-@dtypes
-@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect))
-def test_pairs_of_options(case, dtype):
+def check_case(case: dict, dtype: torch.dtype) -> None:
+    """Value, gradients, strategy and number of chunks of a case: a value of each of FACTORS, and a seed."""
     shape, hidden, vocab = SHAPES[case["shape"]]
     seed = case["seed"]
     h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=seed, ignored=case["ignored"])
@@ -140,6 +138,13 @@ def test_pairs_of_options(case, dtype):
     stored = output.plan.row_bytes >= vocab * dtype.itemsize
     if case["budget"] == "third" and targets.numel() > 1 and not (case["ignored"] or case["shift"]):
         assert output.plan.chunks >= 3 or not stored, output.plan.describe()
+
+
+@one_row_warning
+@dtypes
+@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect))
+def test_pairs_of_options(case, dtype):
+    check_case(case, dtype)
 
 
 # The logits of a row are the column of the head that its one-hot hidden state selects, so that a case can
