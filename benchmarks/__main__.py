@@ -73,6 +73,7 @@ ELSEWHERE = {
     "recipes": ("recipes.md", recipes.for_page),
     "topk": ("several_ids.md", several_ids.for_page),
     "rounding": ("sampling.md", emulation.for_page),
+    "speculators": ("howto/speculators.md", pages.table),
 }
 
 Shapes = Annotated[

@@ -15,8 +15,9 @@ BENCHMARKS = "docs/benchmarks.md"
 INDEX = "docs/index.md"
 WHY = "docs/why.md"
 STEPS = "trl.json"
-SAMPLER = "sampler-h200.json"
+SAMPLER = "sampler.json"
 SPECULATORS = "speculators.json"
+FUSED_KL = "speculators, fused kernel"
 
 
 def row(file: str, section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
@@ -107,8 +108,6 @@ LARGE, LARGE_CARD, SMALLER, CPU = (
     stated(1, BUDGET),
     stated(256, BUDGET),
 )
-# The default when the files of lengths were measured.
-EARLIER = Result("distillation-length-h200.json", ("sections", 0, "rows", "logitless", "budget_bytes"), GIB)
 ON_CPU = ratio(ms("ce-cpu.json", 0, "logitless"), ms("ce-cpu.json", 0, "eager, fp32 upcast"))
 BUDGET_STEPS = "step-budget.json"
 STEP_OF = {
@@ -117,7 +116,7 @@ STEP_OF = {
 # Shapes of cross-entropy: with 8,192 tokens and more, and with 2,048.
 MANY_TOKENS, FEW = (0, 1, 2, 3), 6
 TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(9)), unit=0.01)
-FSDP = [shorter("fsdp-h200x2.json", place, "stock", "our loss + our layers") for place in (0, 1)]
+FSDP = [shorter("fsdp.json", place, "stock", "our loss + our layers") for place in (0, 1)]
 
 AGAINST_FP64 = "tests/layers/test_fuse_layers.py: test_the_error_against_fp64_is_that_of_the_stock_models"
 HOPPER = "logitless/kernels/hopper/product_tiles_triton.py: GROUP_BYTES"
@@ -178,7 +177,11 @@ CLAIMS = (
             ("everything", "our loss + our layers, 100%"),
         )
     ),
-    Claim(README, "is {}% shorter for SFT and {}% for DPO", tuple(FSDP)),
+    Claim(
+        README,
+        "is {}% shorter for SFT, and with {} of its 32 layers {}% for DPO",
+        (FSDP[0], Result("fsdp.json", ("sections", 1, "layers")), FSDP[1]),
+    ),
     Claim(README, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
     Claim(
         WHY,
@@ -224,8 +227,8 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "With Liger's layers in place of ours, SFT takes {} ms",
-        (ms("fsdp-liger-h200x2.json", 0, "Liger's layers"),),
+        "its model, reference and AdamW take {} GiB a rank",
+        (row("fsdp.json", 1, "stock", "peak_bytes", GIB),),
     ),
     Claim(
         BENCHMARKS,
@@ -235,15 +238,16 @@ CLAIMS = (
     Claim(
         BENCHMARKS,
         "takes {} GiB beyond its gradients, and of 131,072 tokens {} GiB",
-        (beyond("distillation-length-h200.json", 0), beyond("distillation-length-h200.json", 2)),
+        (beyond("distillation-length.json", 0), beyond("distillation-length.json", 2)),
     ),
     Claim(
         BENCHMARKS,
-        "32 pairs of 1,024 tokens takes {} GiB, with 128 pairs {} GiB. With full logits 32 pairs take {} GiB",
-        (
-            peak("orpo-batch-h200.json", 0),
-            peak("orpo-batch-h200.json", 2),
-            peak("orpo-batch-h200.json", 0, "eager, fp32 upcast"),
+        "32 pairs of 1,024 tokens takes {} GiB, with 128 pairs {} GiB. "
+        "With full logits torch.compile takes {} GiB and {} GiB",
+        tuple(
+            peak("orpo-batch.json", place, name)
+            for name in ("logitless", "torch.compile")
+            for place in (0, 2)
         ),
     ),
     Claim(
@@ -283,18 +287,7 @@ CLAIMS = (
         "from {} to {} GiB in a step with 16,384 tokens and a budget of {} GiB",
         (peak(STEPS, 3, "TRL"), peak(STEPS, 3), LARGE),
     ),
-    Claim(BENCHMARKS, "{} GiB in results of 2026-11-21, {} GiB in the others", (EARLIER, LARGE)),
-    Claim(
-        BENCHMARKS,
-        "takes {} GiB beyond its gradients here, where the budget is {} GiB, and {} GiB in the table of two "
-        "GPUs, where it is {} GiB",
-        (
-            beyond("distillation-length-h200.json", 0),
-            EARLIER,
-            row("tensor-parallel.json", 3, "one GPU", "beyond_gradients_bytes", GIB),
-            LARGE,
-        ),
-    ),
+    Claim(BENCHMARKS, "are the default of an H100: {} GiB", (LARGE,)),
     Claim("docs/trl.md", "take up to {} GiB more", (MORE_MEMORY,)),
     Claim(
         "docs/quickstart.md",
@@ -324,16 +317,20 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/speculators.md",
-        "takes {} times its matrix products, and torch.compile of full logits {} times; in calls that follow "
-        "each other {} and {}. The peak memory is {} GiB and {} GiB. With {} ids and a pause before each "
-        "call, torch.compile is faster ({} and {})",
+        "with 3 steps {} times its matrix products for {} and {}, and {} GiB for {} and {} GiB",
+        tuple(
+            row(SPECULATORS, 2, name, key, unit)
+            for key, unit in (("ratio", 1.0), ("peak_bytes", GIB))
+            for name in ("logitless", "torch.compile", FUSED_KL)
+        ),
+    ),
+    Claim(
+        "docs/howto/speculators.md",
+        "the fused kernel is faster ({} for {} times the products with 3 steps), and with 3 steps "
+        "torch.compile as well ({}). In calls that follow each other ours takes {}, the fused kernel {}",
         (
-            *(row(SPECULATORS, 2, name) for name in ("logitless", "torch.compile")),
-            *(row(SPECULATORS, 2, name, "hot_ratio") for name in ("logitless", "torch.compile")),
-            peak(SPECULATORS, 2),
-            peak(SPECULATORS, 2, "torch.compile"),
-            Result(SPECULATORS, ("sections", 0, "shape", "D")),
-            *(row(SPECULATORS, 0, name) for name in ("torch.compile", "logitless")),
+            *(row(SPECULATORS, 0, name) for name in (FUSED_KL, "logitless", "torch.compile")),
+            *(row(SPECULATORS, 0, name, "hot_ratio") for name in ("logitless", FUSED_KL)),
         ),
     ),
     Claim(
@@ -351,6 +348,7 @@ CLAIMS = (
         "reports a mean ratio of {} and {}%",
         (stated(0.896, "TRL's issue 7269"), stated(52, "TRL's issue 7269")),
     ),
+    Claim("docs/recipes.md", "both flags took {} ms in another", (STEP_OF["our loss + our layers"],)),
     Claim("docs/design.md", "hidden states, {} MiB, stay", (stated(16, HOPPER),)),
     Claim(
         "docs/howto/distributed.md",

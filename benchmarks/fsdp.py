@@ -79,7 +79,13 @@ def run(
     start = time.perf_counter()
     absent = missing(configurations, say)
     sections = [
-        {"trainer": trainer, "sequences": model.sequences, "tokens": model.tokens, "rows": []}
+        {
+            "trainer": trainer,
+            "layers": model.sizes["num_hidden_layers"],
+            "sequences": model.sequences,
+            "tokens": model.tokens,
+            "rows": [],
+        }
         for trainer, model in models.items()
     ]
     sizes = next(iter(models.values())).sizes
@@ -238,7 +244,7 @@ def describe(row: dict) -> str:
 def table(document: dict, form: str = "simple") -> str:
     body = []
     for section in document["sections"]:
-        title = f"{section['trainer']}, {section['sequences']} x {section['tokens']:,}"
+        title = "{trainer}, {layers} layers, {sequences} x {tokens:,}".format(**section)
         for row in section["rows"]:
             right, known = row["verdict"] == "ok", "ms" in row
             body.append(
@@ -260,8 +266,7 @@ def table(document: dict, form: str = "simple") -> str:
 def by_trainer(document: dict, source: str) -> str:
     """The table in Markdown, and what it was measured with."""
     sizes, settings = document["model"], document["settings"]
-    shape = {"layers": "num_hidden_layers", "H": "hidden_size", "V": "vocab_size"}
-    shape = report.sizes({name: sizes[key] for name, key in shape.items()})
+    shape = report.sizes({"H": sizes["hidden_size"], "V": sizes["vocab_size"]})
     return (
         f"{table(document, 'github')}\n\n{document['ranks']} x {document['device']}, "
         f"{document['date'][:10]}, Llama-3.1-8B's architecture ({shape}, random weights) with FSDP2: weights "

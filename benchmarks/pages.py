@@ -51,7 +51,7 @@ def cell(row: dict | None) -> str:
 
 
 def worst(rows: list[dict | None]) -> str:
-    errors = [row[key] for row in rows if row for key in ("d_hidden_error", "d_weight_error") if key in row]
+    errors = [row[key] for row in rows if row for key in row if re.fullmatch("d_.*_error", key)]
     return f"{max(errors):.0e}" if errors else ""
 
 
