@@ -6,8 +6,7 @@ each of these rows is projected once for all steps. Loss, acceptance rate and ag
 because the metrics depend on whole chains of pairs and are computed at the end.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class Verifier(NamedTuple):
 class SpeculatorObjective(LogitsObjective):
     """The objective of `SpeculatorLoss`; see `objectives.base.Objective`."""
 
-    kept: dict[str, Tensor] = field(default_factory=dict)  # (rows,) each
+    kept: Tensor | None = None  # (rows, 4): 1, loss, acceptance rate and agreement of each pair
     _selected_buffer: Tensor | None = None
 
     @staticmethod
@@ -119,7 +118,9 @@ class SpeculatorObjective(LogitsObjective):
         if loss.drop_outside and covered is not None:
             pair_loss = torch.where(covered, pair_loss, 0.0)
         agreement = stats.agreement if covered is None else stats.agreement * covered
-        self._keep(rows, {"values": pair_loss, "acceptance": stats.acceptance, "agreement": agreement})
+        if self.kept is None:
+            self.kept = pair_loss.new_ones(self.rows.count, 4)
+        self.kept[rows, 1:] = torch.stack((pair_loss, stats.acceptance, agreement), 1)
         values = pair_loss * weights
         if self.values is not None:
             self.values[rows] = values
@@ -217,12 +218,6 @@ class SpeculatorObjective(LogitsObjective):
             return divergence.sharded_best(logits, head, bias, ranks)
         return select.select(logits, 1, head=head, bias=bias)[:, 0]
 
-    def _keep(self, rows: slice, values: Mapping[str, Tensor]) -> None:
-        for name, x in values.items():
-            if name not in self.kept:
-                self.kept[name] = x.new_zeros(self.rows.count)
-            self.kept[name][rows] = x
-
     def _report(self, total: Tensor, *, complete: bool = True) -> None:
         """Report the loss of a chunk and, after the last chunk, the metrics."""
         names = self.call.loss.metric_names
@@ -232,19 +227,13 @@ class SpeculatorObjective(LogitsObjective):
     def _metrics(self) -> Tensor:
         """(metrics,) in the order of `metric_names`."""
         N = self.call.targets.shape[0]
-        dtype = self.call.stat_dtype
-        device = self.call.targets.device
-        counted = self.rows.scattered(torch.ones(self.rows.count, dtype=dtype, device=device), N)
-        zero = torch.zeros(self.rows.count, dtype=dtype, device=device)
-        statistics = {name: self.rows.scattered(self.kept.get(name, zero).to(dtype), N) for name in KEPT}
-        return chain_metrics(self.call.loss, counted, **statistics)
-
-
-KEPT = ("values", "acceptance", "agreement")
+        kept = self.call.targets.new_zeros(0, 4) if self.kept is None else self.kept
+        counted, *statistics = self.rows.scattered(kept.to(self.call.stat_dtype), N).unbind(1)
+        return chain_metrics(self.call.loss, counted, *statistics)
 
 
 def chain_metrics(
-    loss: LossSpec, counted: Tensor, *, values: Tensor, acceptance: Tensor, agreement: Tensor
+    loss: LossSpec, counted: Tensor, values: Tensor, acceptance: Tensor, agreement: Tensor
 ) -> Tensor:
     """Compute the metrics of all chains, (metrics,) in the order of `metric_names`.
 
@@ -256,30 +245,24 @@ def chain_metrics(
         acceptance: acceptance rates of the pairs.
         agreement: 1 if draft and verifier have the same most probable id, else 0.
     """
-    steps = sum(bool(coefficient) for coefficient in loss.coefficients)
-    counted, values, a, h = (x.view(steps, -1) for x in (counted, values, acceptance, agreement))
-
-    def mean(x: Tensor, over: Tensor) -> Tensor:
-        total = over.sum()
-        return x.sum() / torch.where(total == 0, 1.0, total)
-
-    metrics, lengths = [], []
-    # Whether a chain agreed in all steps so far, and the probability that all its tokens were accepted.
-    agreed, accepted = torch.ones_like(counted[0]), torch.ones_like(counted[0])
-    remaining = iter(zip(counted, values, a, h, strict=True))
-    length, expected = torch.zeros_like(agreed), torch.zeros_like(agreed)
-    for coefficient in loss.coefficients:
-        if not coefficient:
-            agreed, accepted = torch.zeros_like(agreed), torch.zeros_like(accepted)
-            continue
-        count, value, rate, agrees = next(remaining)
-        metrics += [mean(value, count), mean(rate, count), mean(agrees, count)]
-        metrics.append(mean(agrees * agreed, count * agreed))
-        agreed, accepted = agreed * agrees, accepted * rate
-        length, expected = length + agreed, expected + accepted
-    some = (counted.sum(0) > 0).to(length.dtype)
-    lengths = [1 + mean(length, some), 1 + mean(expected, some)]
-    return torch.stack([*metrics, *lengths])
+    steps = [k for k, coefficient in enumerate(loss.coefficients) if coefficient]
+    counted, values, acceptance, agreement = (
+        x.view(len(steps), -1) for x in (counted, values, acceptance, agreement)
+    )
+    # Whether a chain agreed in all steps up to each, and the probability that all its tokens were accepted.
+    # A step without pairs ends every chain.
+    rates = [counted.new_zeros(2, counted.shape[1])] * len(loss.coefficients)
+    for place, k in enumerate(steps):
+        rates[k] = torch.stack((agreement[place], acceptance[place]))
+    agreed, accepted = torch.stack(rates, 1).cumprod(1)
+    before = [torch.ones_like(agreed[0]), *agreed.unbind()]
+    before = torch.stack([before[k] for k in steps])
+    sums = torch.stack((values, acceptance, agreement, agreement * before)).sum(-1)
+    counts = torch.stack((counted, counted, counted, counted * before)).sum(-1)
+    lengths = torch.stack((agreed.sum(), accepted.sum()))
+    some = (counted.sum(0) > 0).to(lengths.dtype).sum()
+    means = sums / counts.clamp(min=1)
+    return torch.cat((means.T.reshape(-1), 1 + lengths / some.clamp(min=1)))
 
 
 def _verifier_width(call: HeadCall) -> int:
