@@ -154,45 +154,22 @@ def estimate(
         TypeError: `loss` is not a loss, or does not take one of the inputs.
     """
     _check_loss(loss, inputs)
-    sizes = {
-        "tokens": tokens,
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "sequences": sequences,
-        "steps": steps,
-        "teacher_hidden_size": teacher_hidden_size,
-        "teacher_vocab_size": teacher_vocab_size,
-        "teacher_topk": teacher_topk,
-        "reference_hidden_size": reference_hidden_size,
-    }
-    for name, size in sizes.items():
-        if size is not None and size <= 0:
-            raise value_error(name, "a positive number", size, "give the size of the call")
     if not dtype.is_floating_point:
         remedy = "pass the dtype of hidden states and head"
         raise value_error("dtype", "a floating-point dtype", dtype, remedy)
-    has_heads = isinstance(loss, MedusaLoss | MultiTokenLoss)
-    got = repr(heads)
-    if (heads is not None) != has_heads:
-        expected = (
-            "the number of heads in addition to the model's LM head" if has_heads else "None for one head"
-        )
-        raise value_error("heads", expected, got, "only MedusaLoss and MultiTokenLoss have several heads")
-    is_one_teacher = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
-    if not is_one_teacher:
-        raise value_error(
-            "teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher"
-        )
-    is_speculator = isinstance(loss, SpeculatorLoss)
-    if (steps is not None) != is_speculator:
-        expected = "the number of steps of the draft" if is_speculator else "None for a loss without steps"
-        raise value_error("steps", expected, steps, "only SpeculatorLoss has steps")
-    cu_seqlens = inputs.get("cu_seqlens")
-    is_one_layout = cu_seqlens is None or sequences is None
-    if not is_one_layout:
-        raise value_error(
-            "sequences", "None beside cu_seqlens", sequences, "cu_seqlens has the number of sequences"
-        )
+    sizes = _Sizes(
+        tokens=tokens,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        sequences=sequences,
+        heads=heads,
+        steps=steps,
+        teacher_hidden_size=teacher_hidden_size,
+        teacher_vocab_size=teacher_vocab_size,
+        teacher_topk=teacher_topk,
+        reference_hidden_size=reference_hidden_size,
+    )
+    sizes.check(loss)
     gpu = find_card(card, memory)
     if gpu is None:
         device = _check_device(device)
@@ -202,49 +179,11 @@ def estimate(
     else:
         loss = _set_budget(gpu, loss)
         device = torch.device("cpu")
-    if cu_seqlens is not None:
-        num_sequences = len(cu_seqlens) - 1
-    else:
-        num_sequences = sequences or getattr(loss, "sequences_per_group", 1)
-    expected = f"a multiple of {num_sequences} sequences"
-    is_divisible = cu_seqlens is not None or tokens % num_sequences == 0
-    if not is_divisible:
-        raise value_error("tokens", expected, tokens, "include the padding in tokens, or pass cu_seqlens")
-    shape = (tokens,) if cu_seqlens is not None else (num_sequences, tokens // num_sequences)
-
-    # Imported here, because it loads more of torch than `import logitless` may.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    fake_mode = FakeTensorMode()
-    with fake_mode:
-
-        def make(*size: int) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        hidden = make(*shape, hidden_size).requires_grad_()
-        weight = make(vocab_size, hidden_size).requires_grad_(not frozen_head)
-        call_inputs = {}
-        head = weight
-        if is_speculator:
-            hidden = [make(*shape, hidden_size).requires_grad_() for _ in range(steps)]
-        elif isinstance(loss, MultiTokenLoss):
-            hidden = [hidden, *(make(*shape, hidden_size).requires_grad_() for _ in range(heads))]
-        elif has_heads:
-            head = MedusaHeads(hidden_size, vocab_size, heads, device=device, dtype=dtype)
-            call_inputs["base_weight"] = weight
-        if reference_hidden_size is not None:
-            call_inputs["ref_hidden"] = make(*shape, reference_hidden_size)
-            call_inputs["ref_weight"] = make(vocab_size, reference_hidden_size)
-        has_teacher = getattr(loss, "teacher", False) and "teacher_logprobs_topk" not in inputs
-        if has_teacher and teacher_topk is None or teacher_hidden_size or teacher_vocab_size:
-            size = teacher_hidden_size or hidden_size
-            call_inputs["teacher_hidden"] = make(*shape, size)
-            call_inputs["teacher_weight"] = make(teacher_vocab_size or vocab_size, size)
-    if teacher_topk is not None:
-        topk_logps = torch.full((*shape, teacher_topk), -1.0, dtype=torch.float32, device=device)
-        call_inputs["teacher_logprobs_topk"] = (topk_logps, torch.zeros_like(topk_logps, dtype=torch.int64))
-    if is_speculator and (teacher_vocab_size or vocab_size) != vocab_size:
-        call_inputs["draft_ids"] = torch.arange(vocab_size, device=device)
+    cu_seqlens = inputs.get("cu_seqlens")
+    shape = sizes.shape(loss, cu_seqlens)
+    num_sequences = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    with_teacher = getattr(loss, "teacher", False) and "teacher_logprobs_topk" not in inputs
+    hidden, head, call_inputs = sizes.operands(loss, shape, dtype, device, frozen_head, with_teacher)
     targets = inputs.pop("targets", None)
     if targets is None:
         targets = _make_targets(shape, inputs.get("sampling_mask"), device)
@@ -255,6 +194,112 @@ def estimate(
     inputs = {id(x): x.nbytes for x in tree_leaves((hidden, head, call_inputs)) if isinstance(x, Tensor)}
     inputs |= {id(x): x.nbytes for x in head.parameters()} if isinstance(head, MedusaHeads) else {}
     return planner.estimate(tokens * vocab_size * dtype.itemsize, sum(inputs.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """The sizes of a call; see the arguments of `estimate`."""
+
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    sequences: int | None
+    heads: int | None
+    steps: int | None
+    teacher_hidden_size: int | None
+    teacher_vocab_size: int | None
+    teacher_topk: int | None
+    reference_hidden_size: int | None
+
+    def check(self, loss: Callable) -> None:
+        """Raise ValueError if the loss has no call of these sizes."""
+        for name, size in vars(self).items():
+            if name != "heads" and size is not None and size <= 0:
+                raise value_error(name, "a positive number", size, "give the size of the call")
+        has_heads = isinstance(loss, MedusaLoss | MultiTokenLoss)
+        got = repr(self.heads)
+        if (self.heads is not None) != has_heads:
+            expected = (
+                "the number of heads in addition to the model's LM head" if has_heads else "None for one head"
+            )
+            raise value_error("heads", expected, got, "only MedusaLoss and MultiTokenLoss have several heads")
+        has_head = self.teacher_hidden_size is not None or self.teacher_vocab_size is not None
+        got = self.teacher_topk
+        if got is not None and has_head:
+            raise value_error(
+                "teacher_topk", "None beside a teacher with a head", got, "describe one teacher"
+            )
+        is_speculator = isinstance(loss, SpeculatorLoss)
+        got = self.steps
+        if (got is not None) != is_speculator:
+            expected = (
+                "the number of steps of the draft" if is_speculator else "None for a loss without steps"
+            )
+            raise value_error("steps", expected, got, "only SpeculatorLoss has steps")
+
+    def shape(self, loss: Callable, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+        """Return the shape of the targets: (tokens,) with `cu_seqlens`, else (sequences, tokens / sequences).
+
+        Raises:
+            ValueError: `sequences` does not divide the tokens, or is given beside `cu_seqlens`.
+        """
+        sequences = self.sequences
+        if cu_seqlens is not None:
+            if sequences is not None:
+                remedy = "cu_seqlens has the number of sequences"
+                raise value_error("sequences", "None beside cu_seqlens", sequences, remedy)
+            return (self.tokens,)
+        sequences = sequences or getattr(loss, "sequences_per_group", 1)
+        expected = f"a multiple of {sequences} sequences"
+        got = self.tokens
+        if got % sequences:
+            raise value_error("tokens", expected, got, "include the padding in tokens, or pass cu_seqlens")
+        return (sequences, got // sequences)
+
+    def operands(
+        self,
+        loss: Callable,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        frozen_head: bool,
+        with_teacher: bool,
+    ) -> tuple[Tensor | list[Tensor], Tensor | MedusaHeads, dict]:
+        """Return the arguments of the call as fake tensors: hidden, head, and the inputs by name."""
+        # Imported here, because it loads more of torch than `import logitless` may.
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        H, V = self.hidden_size, self.vocab_size
+        inputs = {}
+        with FakeTensorMode():
+
+            def make(*size: int) -> Tensor:
+                return torch.empty(size, dtype=dtype, device=device)
+
+            hidden = make(*shape, H).requires_grad_()
+            head = weight = make(V, H).requires_grad_(not frozen_head)
+            if isinstance(loss, SpeculatorLoss):
+                hidden = [make(*shape, H).requires_grad_() for _ in range(self.steps)]
+            elif isinstance(loss, MultiTokenLoss):
+                hidden = [hidden, *(make(*shape, H).requires_grad_() for _ in range(self.heads))]
+            elif self.heads is not None:
+                head = MedusaHeads(H, V, self.heads, device=device, dtype=dtype)
+                inputs["base_weight"] = weight
+            if self.reference_hidden_size is not None:
+                inputs["ref_hidden"] = make(*shape, self.reference_hidden_size)
+                inputs["ref_weight"] = make(V, self.reference_hidden_size)
+            is_described = self.teacher_hidden_size or self.teacher_vocab_size
+            if is_described or (with_teacher and self.teacher_topk is None):
+                size = self.teacher_hidden_size or H
+                inputs["teacher_hidden"] = make(*shape, size)
+                inputs["teacher_weight"] = make(self.teacher_vocab_size or V, size)
+        # The call reads the values of these.
+        if self.teacher_topk is not None:
+            logps = torch.full((*shape, self.teacher_topk), -1.0, dtype=torch.float32, device=device)
+            inputs["teacher_logprobs_topk"] = (logps, torch.zeros_like(logps, dtype=torch.int64))
+        if isinstance(loss, SpeculatorLoss) and (self.teacher_vocab_size or V) != V:
+            inputs["draft_ids"] = torch.arange(V, device=device)
+        return hidden, head, inputs
 
 
 def _check_loss(loss: Callable, inputs: Mapping[str, object]) -> None:
