@@ -317,8 +317,8 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/speculators.md",
-        "ours takes {} times its matrix products and {} GiB, torch.compile {} and {} GiB, the fused kernel {} "
-        "and {} GiB",
+        "ours takes {} times its matrix products and {} GiB, torch.compile {} and {} GiB, the fused "
+        "kernel {} and {} GiB",
         tuple(
             row(SPECULATORS, 2, name, key, unit)
             for name in ("logitless", "torch.compile", FUSED_KL)
@@ -327,8 +327,8 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/speculators.md",
-        "the fastest after a pause: {}, torch.compile {}, ours {}. In calls that follow each other ours takes "
-        "{}, the fused kernel {}",
+        "the fastest after a pause: {}, torch.compile {}, ours {}. In calls that follow each other ours "
+        "takes {}, the fused kernel {}",
         (
             *(row(SPECULATORS, 0, name) for name in (FUSED_KL, "torch.compile", "logitless")),
             *(row(SPECULATORS, 0, name, "hot_ratio") for name in ("logitless", FUSED_KL)),

@@ -200,9 +200,15 @@ def prepare(
                 x = x.reshape(-1, *x.shape[targets.dim() :])
             if loss.roles[name] is Role.VOCABULARY and loss.tp_group is None:
                 check_vocabulary_input(name, x, weight.shape[0])
-            flat[name] = (
-                local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
-            )
+            if loss.roles[name] is Role.HEAD:
+                x = local_parameter(name, x.detach(), loss.tp_group)
+            elif isinstance(x, Tensor) and x.requires_grad:
+                is_features = loss.roles[name] is Role.FEATURES or name == "teacher_hidden"
+                if is_features or not torch.is_grad_enabled():
+                    x = x.detach()
+                elif loss.reduction != "none":
+                    check_constant(name, x)
+            flat[name] = x
     if shift:
         targets = shifted(targets.long(), loss.ignore_index, targets.dim() - 1, cu_seqlens)
     return HeadCall(
@@ -220,6 +226,13 @@ def prepare(
         sets=None if kept is None else kept.sets,
         add_targets=kept is not None and kept.add_targets,
     )
+
+
+def check_constant(name: str, x: object) -> None:
+    """Raise ValueError if the gradient of an input would be lost: the passes treat inputs as constants."""
+    if isinstance(x, Tensor) and x.requires_grad:
+        remedy = "detach it: only hidden states, the head and its bias get gradients"
+        raise value_error(name, "a tensor that requires no gradient", "one that does", remedy)
 
 
 def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence_count: int) -> None:

@@ -60,9 +60,9 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     details = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
     faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, details), *marking]
     if call.num_items is not None and loss.reduction == "mean":
-        zero = ((call.num_items == 0) & marks[0].any()).long()
-        got = "0, but the call has supervised tokens"
-        faults.append(Fault(zero, "num_items", "a number above 0", got, "pass their number"))
+        too_small = (~(call.num_items > 0) & marks[0].any()).long()
+        got = "0 or less, but the call has supervised tokens"
+        faults.append(Fault(too_small, "num_items", "a number above 0", got, "pass their number"))
     faults += [fault for fault in input_faults if not fault.count.dim()]
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:

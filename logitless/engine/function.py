@@ -107,6 +107,8 @@ def run_calls(
     # With a main gradient there is no d_logps: the forward pass computes no gradient, or one scaled by
     # grad_scale.
     named = dict(zip(passes.solved_names(loss), statistics)) if statistics else {}
+    if not trainable:
+        named.pop("d_logps", None)
     return CallResult(value, metrics, named, plan)
 
 

@@ -233,6 +233,11 @@ def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale
         )
     if not weight.requires_grad:
         raise value_error(name, "a trainable weight", "a frozen one", "leave it out")
+    # A view of a parameter has a part of the main gradient. Under torch.compile every input is a leaf.
+    leaf = weight if weight._base is None else weight._base
+    if not leaf.is_leaf:
+        remedy = "leave it out, so that the tensors from which the weight was computed get their gradients"
+        raise value_error(name, "a parameter as weight, or a view of one", "a computed tensor", remedy)
     if call.loss.reduction == "none":
         raise value_error(
             "reduction", "'mean' or 'sum' with accumulate_into", repr(call.loss.reduction), "reduce the loss"

@@ -161,7 +161,7 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     Raises:
         TypeError: `head` is neither a module nor a `HeadView`, or a module of another class than `nn.Linear`
             that has no converter.
-        ValueError: an `nn.Linear` has forward hooks or an overridden `forward`, and `called` is False; or the
+        ValueError: an `nn.Linear` has hooks or an overridden `forward`, and `called` is False; or the
             converter refuses the module.
     """
     if isinstance(head, HeadView):
@@ -185,11 +185,11 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
                 REMEDIES.get(package, "pass the weight that it computes, as a tensor"),
             )
         return _converter(package)(head)
-    hooked = (
-        bool(head._forward_pre_hooks or head._forward_hooks) and not sharded or "forward" in head.__dict__
-    )
-    hooked = hooked and not called
-    if hooked:
+    if not called:
+        check_no_backward_hooks(head, argument)
+    hooks = head._forward_pre_hooks or head._forward_hooks
+    hooked = (hooks and not sharded) or "forward" in head.__dict__
+    if hooked and not called:
         raise value_error(
             argument,
             "a head without forward hooks and with its class's `forward`",
@@ -197,6 +197,17 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
             "remove the hooks, or use patch_model(model), which calls the head",
         )
     return HeadView(head.weight, head.bias)
+
+
+def check_no_backward_hooks(head: nn.Module, argument: str) -> None:
+    """Raise ValueError if the head has backward hooks, which do not run: its output is not computed.
+
+    The hooks of DeepSpeed ZeRO-3, which partitions the parameters, are allowed.
+    """
+    is_hooked = head._backward_pre_hooks or head._backward_hooks
+    if is_hooked and not any(hasattr(x, "ds_id") for x in head.parameters()):
+        remedy = "remove them, or register a hook on the hidden states or on the weight"
+        raise value_error(argument, "a head without backward hooks", "one with such hooks", remedy)
 
 
 def _own_class(cls: type) -> tuple[type, bool]:

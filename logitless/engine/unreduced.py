@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import HeadCall
+from logitless.engine.call import HeadCall, check_constant
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.plan import Plan
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.segments import Segments
@@ -19,6 +20,9 @@ def unreduced_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
     """Return (values of the loss, one per unit; metrics; requested per-token statistics; plan)."""
     loss = call.loss
+    if issubclass(loss.objective, LogitsObjective):
+        for name, x in call.inputs.items():
+            check_constant(name, x)
     outcome = run_calls([call], Mode.PER_TOKEN)
     statistics = dict(outcome.statistics)
     if "values" in statistics:

@@ -94,7 +94,7 @@ class CrossEntropyLoss(TokenLoss):
         z_loss = self.z_loss * stats.lse.square() if self.z_loss else torch.zeros_like(stats.lse)
         loss = nll + z_loss if self.z_loss else nll
         if batch.token_weights is not None:
-            loss = loss * batch.token_weights
+            loss = loss * batch.token_weights.to(loss.dtype)
         metrics = {
             "token_accuracy": Term(stats.is_top1),
             "entropy": Term(stats.entropy),

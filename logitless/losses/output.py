@@ -32,8 +32,8 @@ class LossOutput(NamedTuple):
         tokens: detached per-token statistics by name, in targets' shape, with 0 at ignored positions. With
             `shift=True` they are aligned with hidden, and `x.roll(1, -1)` is aligned with the targets. With
             `return_logps`: logps, lse, the other statistics of the loss, and d_logps, the gradient of the
-            loss with respect to logps (not with reduction="none" or accumulate_into). With
-            `return_predictions`: predictions. Otherwise empty.
+            loss with respect to logps (not with reduction="none" or accumulate_into, nor if nothing requires
+            a gradient). With `return_predictions`: predictions. Otherwise empty.
     """
 
     loss: Tensor

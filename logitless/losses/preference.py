@@ -123,7 +123,9 @@ class ReferencedLoss(ComparedLoss):
         sequences = (call.targets if call.cu_seqlens is None else call.cu_seqlens[1:]).shape[0]
         # Flat tokens without sequences are refused in a later check.
         has_sequences = call.cu_seqlens is not None or call.targets.dim() > 1
-        per_token, ref_logps = self.read_ref_logps(ref_input, call.targets, sequences if has_sequences else 1)
+        per_token, ref_logps = self.read_ref_logps(
+            ref_input.detach(), call.targets, sequences if has_sequences else 1
+        )
         del call.inputs["ref_logps"]
         call.inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
 
@@ -241,7 +243,7 @@ def mean_logits_over_positions(
         sums = torch.stack(sums)
         if loss.cp_group is not None:
             sums = loss.sequences.sum(sums)
-    return sums[0] / sums[1], sums[2] / sums[3]
+    return sums[0] / sums[1].clamp(min=1), sums[2] / sums[3].clamp(min=1)
 
 
 def _whole(x: Tensor) -> Tensor:

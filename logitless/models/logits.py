@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from logitless.engine.head_view import HeadView, unviewed, view_of
+from logitless.engine.head_view import HeadView, check_no_backward_hooks, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.errors import value_error
@@ -122,6 +122,8 @@ def _deferring_forward(
         check_head(head, original, hidden)
         deferral.is_checked = True
     deferral.was_called = True
+    if deferral.needs_cross_entropy:
+        check_no_backward_hooks(head, "model")
     return DeferredLogits(
         unviewed(hidden, head), head, deferral, view_of(head, "model", called=True).shape[0]
     )

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
-from logitless.engine.head_view import HeadView, unviewed
+from logitless.engine.head_view import HeadView, check_no_backward_hooks, unviewed
 from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenStatistics
@@ -385,6 +385,7 @@ def _gatherable_forward(
     if not chunked.returns_gatherable_logits:
         return original(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
+    check_no_backward_hooks(model.get_output_embeddings(), "model")
     check_equal_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
     with defer_logits(model, needs_cross_entropy=False):
         output = original(*args, **kwargs)

@@ -235,6 +235,20 @@ BAD = {
 }
 
 
+def test_only_the_weight_that_is_trained():
+    """A computed weight is refused, as its gradient would not reach what it was computed from; a part of a
+    parameter is not."""
+    whole = torch.randn(2 * every_loss.V, every_loss.H).requires_grad_()
+    hidden, targets = torch.randn(6, every_loss.H), torch.arange(6)
+    main = torch.zeros_like(MAIN)
+    with pytest.raises(
+        ValueError, match="^accumulate_into: expected a parameter as weight, or a view of one"
+    ):
+        CrossEntropyLoss()(hidden, whole[: every_loss.V] * 2, targets, accumulate_into=main)
+    CrossEntropyLoss()(hidden, whole[: every_loss.V], targets, accumulate_into=main).loss.backward()
+    assert main.any()
+
+
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_bad_input(options, message):
     with pytest.raises((TypeError, ValueError), match=message):

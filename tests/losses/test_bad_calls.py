@@ -576,13 +576,13 @@ def test_a_loss_of_sequences_that_says_token(use):
 # -- normalizer
 
 normalized = pytest.mark.parametrize("kind", [CrossEntropyLoss, DPOLoss, SimPOLoss, GRPOLoss])
-ZEROS = {"int": 0, "float": 0.0, "tensor": torch.tensor(0, device="cpu")}
+ZEROS = {"int": 0, "float": 0.0, "tensor": torch.tensor(0, device="cpu"), "negative": -1}
 zeros = pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 
 
 @normalized
 @zeros
-def test_num_items_of_0_with_supervised_tokens(kind, zero):
+def test_num_items_that_is_not_above_0_with_supervised_tokens(kind, zero):
     refused(lambda: call(kind, num_items=zero), "num_items: expected")
 
 

@@ -311,6 +311,12 @@ def hooked():
     return linear
 
 
+def backward_hooked(register="register_full_backward_hook"):
+    linear = head()
+    getattr(linear, register)(lambda *given: None)
+    return linear
+
+
 def parametrised():
     linear = head()
     parametrize.register_parametrization(linear, "weight", nn.Identity())
@@ -325,6 +331,11 @@ def foreign(package):
     "made, message",
     [
         (hooked, "a head without forward hooks .*, got a hooked or overridden one; remove"),
+        (backward_hooked, "a head without backward hooks, got one with such hooks; remove"),
+        (
+            lambda: backward_hooked("register_full_backward_pre_hook"),
+            "a head without backward hooks, got one with such hooks; remove",
+        ),
         (parametrised, ".*got torch.nn.utils.parametrize.ParametrizedLinear; pass the weight that it"),
         (lambda: nn.Embedding(V, H), "a tensor .V, H., or an LM head.*got torch.nn.*Embedding"),
         (lambda: foreign("bitsandbytes"), ".*got bitsandbytes.nn.QuantLinear; .*llm_int8_skip_modules"),
@@ -332,7 +343,17 @@ def foreign(package):
         (lambda: foreign("awq"), ".*got awq.nn.QuantLinear; leave the LM head out"),
         (lambda: "lm_head.weight", "a tensor .V, H., or an LM head.*got str"),
     ],
-    ids=["hook", "parametrisation", "embedding", "bitsandbytes", "gptq", "awq", "text"],
+    ids=[
+        "hook",
+        "backward hook",
+        "backward pre-hook",
+        "parametrisation",
+        "embedding",
+        "bitsandbytes",
+        "gptq",
+        "awq",
+        "text",
+    ],
 )
 def test_heads_that_only_their_own_forward_can_read(made, message):
     for call in (CrossEntropyLoss(), linear_cross_entropy, linear_logprobs):

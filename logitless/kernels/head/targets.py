@@ -115,7 +115,7 @@ def clamped(
     """Clamp the targets (N,) to [0, V), and count violations of the assumptions of an early projection.
 
     The counts, integers (parts,), are all 0 if every target is in [0, V) and not `ignore_index`, and
-    `num_items` is not 0.
+    `num_items` is above 0.
     """
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
@@ -123,5 +123,5 @@ def clamped(
         return targets_triton.clamped(targets, V, ignore_index, num_items)
     wrong = ((targets == ignore_index) | (targets < 0) | (targets >= V)).sum()
     if num_items is not None:
-        wrong = wrong + (num_items == 0)
+        wrong = wrong + ~(num_items > 0)
     return targets.clamp(0, V - 1), wrong.view(1)

@@ -182,7 +182,7 @@ def clamp_kernel(
     wrong = inside & ((y == ignore_index) | (y < 0) | (y >= V))
     count = tl.sum(wrong.to(tl.int32), 0)
     if HAS_ITEMS:
-        count += tl.where(tl.load(num_items_ptr) == 0, 1, 0)
+        count += tl.where(tl.load(num_items_ptr) > 0, 0, 1)
     tl.store(ids_ptr + at, tl.minimum(tl.maximum(y, 0), V - 1), mask=inside)
     tl.store(counts_ptr + part, count.to(tl.int64))
 
