@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
@@ -134,7 +135,7 @@ def _option(text: str) -> tuple[str, object]:
 def _bytes(text: str) -> int:
     """A size such as 80GiB in bytes."""
     match = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", text)
-    if match is None or match[2] not in UNITS or match[1].count(".") > 1:
+    if match is None or match[2] not in UNITS or match[1].count(".") > 1 or not match[1].strip("."):
         raise argparse.ArgumentTypeError(f"expected a size in bytes, got {text!r}; write 80GiB.")
     return int(float(match[1]) * UNITS[match[2]])
 
@@ -159,7 +160,22 @@ def _loss_class(where: str) -> Callable[..., LinearLoss]:
         loaded = importlib.import_module(module)
     if not hasattr(loaded, name):
         raise value_error("LOSS", f"a class in {module}", name, "check its name")
-    return getattr(loaded, name)
+    found = getattr(loaded, name)
+    if not (isinstance(found, type) and issubclass(found, LinearLoss)):
+        raise value_error("LOSS", "a subclass of TokenLoss or LogitsLoss", name, "name the class of the loss")
+    return found
+
+
+def _load(file: Path, device: torch.device) -> dict[str, object]:
+    """The arguments of a call, which `torch.save` has written."""
+    try:
+        call = torch.load(file, map_location=device, weights_only=True)
+    except (KeyError, UnpicklingError) as error:
+        remedy = "write it with torch.save(dict(hidden=..., weight=..., targets=...), FILE)"
+        raise value_error("--tensors", "a file of tensors", f"{file} ({error})"[:300], remedy) from None
+    if not isinstance(call, dict):
+        raise value_error("--tensors", "a dict", type(call).__name__, "save the arguments by name")
+    return call
 
 
 def _check(options: dict[str, object]) -> int:
@@ -168,10 +184,12 @@ def _check(options: dict[str, object]) -> int:
     if options["tensors"] is None:
         call = Samples(device, getattr(torch, options["dtype"])).draw_arguments(loss)
     else:
-        call = torch.load(options["tensors"], map_location=device, weights_only=True)
+        call = _load(options["tensors"], device)
         for name in TRAINED:
-            if isinstance(call.get(name), torch.Tensor):
-                call[name].requires_grad_()
+            given = call.get(name)
+            for x in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(x, torch.Tensor):
+                    x.requires_grad_()
     # torch.compile would take a minute for a loss of logits on a CPU, and changes no formula.
     with torch.compiler.set_stance("force_eager"):
         report = logitless.check(loss, **call)

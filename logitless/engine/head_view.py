@@ -21,6 +21,8 @@ from logitless.parallel.groups import is_dtensor, local_parameter, sharded_like
 # Package of the head's class -> module with a function `view_of(module) -> HeadView`.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
 FSDP = "torch.distributed.fsdp"
+# Packages that set hooks, or a `forward` on an instance, themselves.
+PACKAGES = ("torch", "accelerate", "deepspeed", "peft", "transformers", "trl", "logitless")
 LEAVE_WHOLE = "leave the LM head out of quantization ({}), or dequantize it"
 # Package of the head's class -> remedy for a head that is refused. Such heads of `transformers` are quantized
 # layers.
@@ -197,6 +199,16 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
             "remove the hooks, or use patch_model(model), which calls the head",
         )
     return HeadView(head.weight, head.bias)
+
+
+def is_of_user(function: Callable) -> bool:
+    """Whether a hook, or a `forward` on an instance, is the user's and not that of a package which sets such
+    functions itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", None) or "")
+    return module.partition(".")[0] not in PACKAGES
 
 
 def check_no_backward_hooks(head: nn.Module, argument: str) -> None:

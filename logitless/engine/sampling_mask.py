@@ -52,7 +52,7 @@ class SamplingMask:
     """
 
     def __init__(self, token_ids: Tensor, offsets: Tensor, *, missing: str = "raise"):
-        _check_ids("token_ids", token_ids, "pass padded or boolean sets by SamplingMask.from_padded")
+        _check_ids("token_ids", token_ids, "pass padded sets by SamplingMask.from_padded")
         _check_ids("offsets", offsets, "pass the first slot of each token, and the end of the last")
         if token_ids.dim() != 1:
             remedy = "pass padded sets by SamplingMask.from_padded"
@@ -84,7 +84,7 @@ class SamplingMask:
         _check_ids("ids", ids, "pass token ids, with empty=-1 in the slots without one")
         if ids.dim() < 1:
             raise ValueError("ids: expected shape (..., k), got a number; pass k slots per token.")
-        filled = (ids != empty).reshape(-1, ids.shape[-1])
+        filled = (ids != empty).reshape(ids.shape[:-1].numel(), ids.shape[-1])
         offsets = torch.nn.functional.pad(filled.sum(1).cumsum(0), (1, 0))
         # Move the ids to the front, in order, without a host sync. The last slot is unused if any slot is
         # empty.
@@ -112,7 +112,10 @@ class SamplingMask:
         """
         sets = [[] if ids is None else list(ids) for ids in kept]
         offsets = [0, *accumulate(map(len, sets))]
-        ids = torch.tensor(list(chain.from_iterable(sets)), dtype=torch.int64, device=device)
+        ids = list(chain.from_iterable(sets))
+        if any(isinstance(x, float) for x in ids):
+            raise TypeError("kept: expected lists of integer token ids, got floats; pass the ids.")
+        ids = torch.tensor(ids, dtype=torch.int64, device=device)
         return cls(ids, torch.tensor(offsets, dtype=torch.int64, device=device), missing=missing)
 
     @classmethod
@@ -138,7 +141,8 @@ class SamplingMask:
             missing: as in the constructor.
         """
         count = len(masks)
-        starts = [starts] * count if isinstance(starts, int) else [int(x) for x in starts]
+        starts = torch.as_tensor(starts, dtype=torch.int64, device="cpu")
+        starts = starts.tolist() if starts.dim() else [starts.item()] * count
         if len(starts) != count:
             raise ValueError(
                 f"starts: expected {count} positions, one per completion, got {len(starts)}; match masks."

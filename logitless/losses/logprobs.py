@@ -1,6 +1,6 @@
 """`linear_logprobs`: differentiable log-probabilities of given token ids, for custom losses."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class TokenStatistics(TokenLoss):
         return {name: x.view(targets.shape) for name, x in outcome.statistics.items()}, outcome.plan
 
 
-OPTIONS = tuple(field.name for field in fields(TokenStatistics))
+OPTIONS = (*sorted(HeadOptions.__optional_keys__), "ignore_index")
 ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens", "sampling_mask")
 
 

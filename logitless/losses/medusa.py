@@ -107,6 +107,11 @@ class MedusaHeads(BlockHeads):
 
     def forward(self, hidden: Tensor, base_weight: HeadWeight | None = None) -> Tensor:
         """Compute the logits of all heads, (K, ..., V). For decoding: it stores the full logits."""
+        if self.shared:
+            if base_weight is None:
+                remedy = "pass the base model's head"
+                raise value_error("base_weight", "a head, because the heads are shared", None, remedy)
+            base_weight = getattr(base_weight, "weight", base_weight)  # of a module
         weights = [base_weight if self.shared else self.projection(k) for k in range(len(self))]
         return torch.stack(
             [nn.functional.linear(self.blocks(k)(hidden), weight) for k, weight in enumerate(weights)]

@@ -53,7 +53,8 @@ class SpeculatorLoss(LogitsLoss):
 
     Args:
         divergence: the name of the divergence.
-        beta: weight of p' in the mixture of "jsd", in [0, 1].
+        beta: weight of p' in the mixture of "jsd", in [0, 1]. As in TRL, beta=0 is KL(p'||q) and beta=1 is
+            KL(q||p').
         lk_eta: rate at which the weight of the KL in "lk_hybrid" decreases with alpha, at least 0.
         hard_loss_weight: weight of the cross-entropy, in [0, 1]. The cross-entropy uses temperature 1. Its
             labels are `targets` or, without targets, the verifier's most probable ids. If the draft does not

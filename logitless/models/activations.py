@@ -392,7 +392,8 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> FitHandle
     levels: "keep" (all saved tensors are kept), "cheap" (the outputs of fused norms, rotations and gates are
     recomputed from kept tensors; products and attention are kept) or "full" (only the input is kept and the
     layer is recomputed, as with gradient checkpointing). Gradients are bitwise equal to those of the model
-    without a budget. Forward passes in evaluation mode or without gradients are not changed.
+    without a budget and with `use_cache=False`. Forward passes in evaluation mode or without gradients are
+    not changed.
 
     The first training forward pass runs all layers at "full" and counts their bytes. Gradient checkpointing
     that is switched on in the model has no effect in a training forward pass.

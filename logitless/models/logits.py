@@ -20,7 +20,7 @@ from logitless.engine.head_view import HeadView, check_no_backward_hooks, unview
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.errors import value_error
-from logitless.exchange import exchange, exchanged, state_of, withdraw
+from logitless.exchange import exchange, exchanged, instance_forward, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import ONE_PROCESS, read_head
@@ -37,6 +37,7 @@ class Deferral:
     is_enabled: bool = False  # whether the head returns deferred logits now
     was_called: bool = False  # whether the head was called since `is_enabled` was set
     is_checked: bool = False  # whether the head's output was compared with the product by its parameters
+    checked_forward: Callable | None = None  # the `forward` on the instance of the head in that comparison
     logits_budget: int | None = None
     needs_cross_entropy: bool = True  # whether to compute the cross-entropy; if not, it is 0
     last_plan: Plan | None = None
@@ -118,9 +119,12 @@ def _deferring_forward(
         return compute(hidden)
     if not deferral.is_enabled:
         return original(hidden)
-    if not deferral.is_checked and not torch.compiler.is_compiling():
-        check_head(head, original, hidden)
-        deferral.is_checked = True
+    if not torch.compiler.is_compiling():
+        forward = instance_forward(head)
+        if not deferral.is_checked or forward is not deferral.checked_forward:
+            check_head(head, original, hidden)
+            deferral.is_checked = True
+            deferral.checked_forward = forward
     deferral.was_called = True
     if deferral.needs_cross_entropy:
         check_no_backward_hooks(head, "model")
@@ -214,6 +218,11 @@ class DeferredLogits:
         return replace(self, logit_scale=self.logit_scale * factor, softcap=softcap)
 
     __rmul__ = __mul__
+
+    def _refuse_sum(self, *others: Any) -> Any:
+        return self._refuse("a sum or a difference")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __iadd__ = __isub__ = __neg__ = _refuse_sum
 
     def __truediv__(self, divisor: Any) -> "DeferredLogits":
         return self * (1 / divisor)

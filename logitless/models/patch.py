@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
 from logitless.errors import value_error, warn
-from logitless.exchange import exchange, exchanged, state_of, withdraw
+from logitless.exchange import exchange, exchanged, instance_forward, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import (
     Deferral,
@@ -151,6 +151,7 @@ def _probe(patch: Patch, head: nn.Module) -> None:
         return
     check_head(head, head.forward, view.weight[:1])
     patch.deferral.is_checked = True
+    patch.deferral.checked_forward = instance_forward(head)
     patch.checked = "checked at attach"
     if all(map(_is_materialized, model.parameters())):
         reason = check_call(model, model.forward, partial(_forward, model, patch, model.forward))

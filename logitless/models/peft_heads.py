@@ -45,7 +45,9 @@ def _active_adapters(head: Any) -> list[str]:
     names = [] if is_inactive else [name for name in head.active_adapters if name in head.lora_A]
     unsupported += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
     if unsupported:
-        raise value_error("model", "no adapter but plain LoRA on the LM head", ", ".join(unsupported), REMEDY)
+        is_of_tokens = "trainable_tokens" in type(head).__module__
+        remedy = "leave trainable_token_indices out, or untie the embeddings" if is_of_tokens else REMEDY
+        raise value_error("model", "no adapter but plain LoRA on the LM head", ", ".join(unsupported), remedy)
     is_partitioned = any(hasattr(x, "ds_id") for x in head.parameters()) and bool(names)
     if is_partitioned:
         expected = "an LM head without an adapter under DeepSpeed ZeRO-3"

@@ -6,7 +6,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.head_view import HeadView, view_of
+from logitless.engine.head_view import HeadView, is_of_user, view_of
+from logitless.errors import value_error
 from logitless.exchange import exchanged
 from logitless.models.heads import base_of, find_head, read_head, unwrap
 from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
@@ -29,8 +30,8 @@ def head_of(model: nn.Module) -> HeadView:
         loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
 
     Softcap and logit scale are measured by running the model's own forward pass on artificial hidden states:
-    once, and again after a number in the model's configuration or attributes has changed. Call `head_of` in
-    every step, because FSDP and PEFT replace parameters.
+    once, and again after a number in the model's configuration or attributes, or a forward hook of the head,
+    has changed. Call `head_of` in every step, because FSDP and PEFT replace parameters.
 
     Args:
         model: a causal language model of transformers, or its LM head. The model may have PEFT adapters and
@@ -52,6 +53,11 @@ def head_of(model: nn.Module) -> HeadView:
     options = _options(base)
     cached = _CACHED_TRANSFORMS.get(base)
     if cached is None or cached.options != options:
+        head = find_head(base)
+        forward = vars(head).get("forward")
+        if forward is not None and is_of_user(forward):
+            remedy = "use patch_model(model), which calls the head"
+            raise value_error("model", "a head with its class's `forward`", "an overridden one", remedy)
         cached = _CachedTransform(options, *_measure_softcap_and_scale(base, view.weight))
         _CACHED_TRANSFORMS[base] = cached
     return view._replace(softcap=cached.softcap, logit_scale=cached.logit_scale, of_model=True)
@@ -59,16 +65,21 @@ def head_of(model: nn.Module) -> HeadView:
 
 def _options(model: nn.Module) -> list[Any]:
     """Return (name, value) of all numbers, strings and Nones in a model's attributes and configurations,
-    except `training`. The model's forward pass may read them."""
+    except `training`, and the class, hooks and `forward` of its head. The model's forward pass may read them.
+    """
+    head = find_head(model)
+    hooks = [*head._forward_pre_hooks.items(), *head._forward_hooks.items()]
+    of_head = [type(head), vars(head).get("forward"), *hooks]
     config = getattr(model, "config", None)
     owners = [model] if config is None else [model, config]
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
         owners.append(config.get_text_config())
     attributes = [(name, value) for owner in owners for name, value in vars(owner).items()]
     simple_types = (int, float, str, type(None))
-    return [
+    simple = [
         (name, value) for name, value in attributes if isinstance(value, simple_types) and name != "training"
     ]
+    return simple + of_head
 
 
 class _BackboneOutput:

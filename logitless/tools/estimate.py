@@ -214,7 +214,7 @@ class _Sizes:
     def check(self, loss: Callable) -> None:
         """Raise ValueError if the loss has no call of these sizes."""
         for name, size in vars(self).items():
-            if name != "heads" and size is not None and size <= 0:
+            if size is not None and size <= 0:
                 raise value_error(name, "a positive number", size, "give the size of the call")
         has_heads = isinstance(loss, MedusaLoss | MultiTokenLoss)
         got = repr(self.heads)
@@ -222,7 +222,8 @@ class _Sizes:
             expected = (
                 "the number of heads in addition to the model's LM head" if has_heads else "None for one head"
             )
-            raise value_error("heads", expected, got, "only MedusaLoss and MultiTokenLoss have several heads")
+            remedy = "pass it" if has_heads else "only MedusaLoss and MultiTokenLoss have several heads"
+            raise value_error("heads", expected, got, remedy)
         has_head = self.teacher_hidden_size is not None or self.teacher_vocab_size is not None
         got = self.teacher_topk
         if got is not None and has_head:
@@ -235,7 +236,9 @@ class _Sizes:
             expected = (
                 "the number of steps of the draft" if is_speculator else "None for a loss without steps"
             )
-            raise value_error("steps", expected, got, "only SpeculatorLoss has steps")
+            raise value_error(
+                "steps", expected, got, "pass it" if is_speculator else "only SpeculatorLoss has steps"
+            )
 
     def shape(self, loss: Callable, cu_seqlens: Tensor | None) -> tuple[int, ...]:
         """Return the shape of the targets: (tokens,) with `cu_seqlens`, else (sequences, tokens / sequences).

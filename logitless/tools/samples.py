@@ -44,7 +44,8 @@ class Samples:
     def draw_arguments(self, loss: LinearLoss) -> dict[str, object]:
         """Return hidden, weight, targets and the inputs that the loss requires, by name."""
         targets = torch.randint(self.vocab_size, self.tokens, generator=self.generator, device=self.device)
-        targets[:, -3:] = -100
+        targets[targets == loss.ignore_index] = 1 if loss.ignore_index != 1 else 2
+        targets[:, -3:] = loss.ignore_index
         hidden: object = self.draw_hidden()
         weight: object = self.draw_head()
         inputs: dict[str, object] = {}

@@ -199,9 +199,7 @@ class ChunkedLoss:
                 raise missing_name_error(f"{adapter.path}Trainer.{name}")
             is_override = not is_from_trl(original)
             if is_override and name in replacements and not replacements[name].calls_original:
-                remedy = "train without the chunked loss, or leave that method as it is"
-                got = getattr(original, "__qualname__", repr(original))
-                raise value_error(name, f"TRL's own in {adapter.name}Trainer", got, remedy)
+                raise replaced_error(name, original, adapter.name)
             if name in replacements:
                 method = self._make_replacement(name, replacements[name], original)
             else:
@@ -258,7 +256,12 @@ class ChunkedLoss:
                 for path, replacement in self.adapter.replacements.items():
                     if ":" in path:
                         owner, name = import_owner(path)
-                        function = self._make_replacement(path, replacement, getattr(owner, name))
+                        function = getattr(owner, name)
+                        if not is_from_trl(function):
+                            if replacement.calls_original:
+                                continue  # the user's own function gets what TRL's would get
+                            raise replaced_error(path, function, self.adapter.name)
+                        function = self._make_replacement(path, replacement, function)
                         stack.enter_context(swap_attributes(owner, **{name: function}))
                 stack.enter_context(self.attach_models())
                 stack.enter_context(self.adapter.context(self))
@@ -353,6 +356,18 @@ class ChunkedLoss:
         return f"{type(self.trainer).__name__}: {loss}; {checked}{fused}"
 
 
+MISSING = object()
+
+
+def _restore(trainer: Any, name: str, ours: Any, previous: Any) -> None:
+    """Restore an attribute of the trainer, unless the user has set another one since."""
+    if name not in ("chunked_loss", "last_plan") and trainer.__dict__.get(name) is not ours:
+        return
+    trainer.__dict__.pop(name, None)
+    if previous is not MISSING:
+        trainer.__dict__[name] = previous
+
+
 def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callable[[], None]:
     """Switch the chunked loss on in a trainer; returns a function that switches it off again.
 
@@ -368,20 +383,34 @@ def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callabl
     with ExitStack() as on_error:
         on_error.callback(undo.close)
         for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.make_methods()):
-            previous = {name: trainer.__dict__[name]} if name in trainer.__dict__ else {}
-            undo.callback(trainer.__dict__.update, previous)
-            undo.callback(trainer.__dict__.pop, name, None)
+            undo.callback(_restore, trainer, name, value, trainer.__dict__.get(name, MISSING))
             trainer.__dict__[name] = value
         on_error.pop_all()
     chunked.undo = undo.close
     return undo.close
 
 
+def replaced_error(path: str, found: Callable, trainer: str) -> ValueError:
+    """The error for a function of TRL's that the user has replaced and the chunked loss would not call."""
+    remedy = "train without the chunked loss, or leave that function as it is"
+    got = getattr(found, "__qualname__", repr(found))
+    return value_error(path, f"TRL's own in {trainer}Trainer", got, remedy)
+
+
 def is_from_trl(method: Callable) -> bool:
-    """Whether a method, or the function that a partial calls, is defined in TRL."""
+    """Whether a method, or the function that a partial or a decorator of torch or logitless calls, is defined
+    in TRL.
+
+    The globals of a function tell where it is defined; its `__module__` does not, because functools.wraps
+    copies it.
+    """
     while isinstance(method, functools.partial):
         method = method.func
-    return getattr(method, "__module__", "").startswith("trl.")
+    function = getattr(method, "__func__", method)
+    module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+    if module.partition(".")[0] in ("torch", "logitless", "contextlib") and hasattr(function, "__wrapped__"):
+        return is_from_trl(function.__wrapped__)
+    return module.startswith("trl.")
 
 
 @contextmanager

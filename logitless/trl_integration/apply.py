@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.utils import ModelOutput
 
 from logitless.errors import value_error
 from logitless.models.patch import make_patch
@@ -118,16 +119,21 @@ def attach_patch(chunked: ChunkedLoss) -> Attach:
 
 
 def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
-    """Replacement of `Trainer.compute_loss`: run it on the patched model, which returns no logits; with
-    predictions, call the model once more without labels."""
+    """Replacement of `Trainer.compute_loss`: run it on the patched model, which returns no logits. If these
+    outputs of the model are needed for predictions, call the model once more without labels."""
     inputs = dict(arguments.inputs)  # Trainer may remove the labels from them
-    loss, outputs = original(return_outputs=True)
-    if isinstance(outputs, dict) and outputs.get("loss") is not None and outputs.get("logits") is None:
+    deferral = chunked.patch.deferral
+    deferral.was_called = False
+    found = original()
+    if deferral.was_called:
         chunked.record_plan(chunked.patch.last_plan)
-    if chunked.needs_logits:
+    if not (chunked.needs_logits and getattr(arguments, "return_outputs", False)):
+        return found
+    loss, outputs = found
+    if isinstance(outputs, ModelOutput) and outputs.get("logits") is None:
         with torch.no_grad():
             outputs = arguments.model(**{name: x for name, x in inputs.items() if name != "labels"})
-    return (loss, outputs) if getattr(arguments, "return_outputs", False) else loss
+    return loss, outputs
 
 
 def check_no_label_smoothing(trainer: Any) -> None:

@@ -38,6 +38,8 @@ def gather_logps(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Te
 
 def compute_sequence_logps(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
     """Replacement of TRL's `get_batch_logps`, which would project the prompts too."""
+    if isinstance(arguments.logits, Tensor):
+        return original()  # of another model
     labels = arguments.labels[:, 1:]
     logps = arguments.logits[:, :-1].statistics(labels)["logps"].sum(-1)
     if arguments.average_log_prob:

@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
+from logitless.engine.head_view import is_of_user
+from logitless.errors import value_error
 from logitless.exchange import instance_forward, stock_forward
 
 
@@ -62,6 +64,16 @@ def forwards_of(model: nn.Module) -> Forwards:
     if function is not None and function is not base.__func__ and not _is_class_forward(model, function):
         base = MethodType(function, model) if isinstance(forward, MethodType) else forward
     return Forwards(model, on_instance, base, has_outer_autocast, fused_head)
+
+
+def check_fused_head(forwards: Forwards) -> None:
+    """Raise ValueError if a function has been set as the `forward` of a model above TRL's fused head, which
+    the chunked loss would not call."""
+    is_overridden = forwards.on_instance is not None and is_of_user(forwards.on_instance)
+    if forwards.fused_head is None and is_overridden:
+        got = getattr(forwards.on_instance, "__qualname__", repr(forwards.on_instance))
+        remedy = "set it before the trainer is constructed, or use a hook"
+        raise value_error("model.forward", "TRL's fused head", got, remedy)
 
 
 def is_fused_head(forward: Any) -> bool:

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, check_no_backward_hooks, unviewed
@@ -34,7 +33,7 @@ from logitless.models.logits import Deferral, DeferredLogits, defer_logits, defe
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
 from .adapter import TRAIN, Attach, ChunkedLoss, MakeAttach, swap_attributes
-from .forwards import Forwards, forwards_of
+from .forwards import Forwards, check_fused_head, forwards_of
 
 KEY = "trainer"
 
@@ -77,7 +76,9 @@ def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields
             )
             if not is_current:
                 # The same object is used in every step, because a compiled graph has a guard on its identity.
-                fused_head = FusedHead(chunked, compute_fields, forwards_of(model))
+                forwards = forwards_of(model)
+                check_fused_head(forwards)
+                fused_head = FusedHead(chunked, compute_fields, forwards)
             with ExitStack() as stack:
                 stack.enter_context(_defer_logits(chunked, model))
                 stack.enter_context(exchanged(model, KEY, _fused_head_forward, fused_head))
@@ -385,12 +386,13 @@ def _gatherable_forward(
     if not chunked.returns_gatherable_logits:
         return original(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
+    has_labels = kwargs.get("labels") is not None
     check_no_backward_hooks(model.get_output_embeddings(), "model")
     check_equal_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
-    with defer_logits(model, needs_cross_entropy=False):
+    # The loss of a call with labels is the model's own.
+    with defer_logits(model, chunked.logits_budget, needs_cross_entropy=has_labels):
         output = original(*args, **kwargs)
     logits = output.logits
-    aux_loss = getattr(output, "aux_loss", None)
     hidden, *parameters = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
     # Copies or views, not the parameters: FSDP frees the parameters after the forward pass, and DDP searches
     # the graphs of a model's outputs for used parameters, and does not find one that is itself an output.
@@ -406,5 +408,10 @@ def _gatherable_forward(
         logits.softcap,
         chunked,
     )
-    # FSDP looks for tensors among the outputs, to start the backward pass there.
-    return MoeCausalLMOutputWithPast(logits=gatherable_logits, aux_loss=aux_loss, hidden_states=(hidden,))
+    fields = dict(output) | {"logits": gatherable_logits}
+    if not has_labels:
+        fields.pop("loss", None)  # a router loss alone
+    if fields.get("hidden_states") is None:
+        # FSDP looks for tensors among the outputs, to start the backward pass there.
+        fields["hidden_states"] = (hidden,)
+    return type(output)(**fields)

@@ -82,6 +82,9 @@ def switch_on(
     Raises:
         ValueError, ImportError: as `enable`, `fuse_layers` and `fit_activations` do; then no option stays on.
     """
+    if getattr(trainer, "model_init", None) is not None:
+        remedy = "its train() makes another model: call model_init yourself and pass the model"
+        raise value_error("model_init", "None", "a function", remedy)
     with ExitStack() as undo:
         if adapter is not None:
             undo.callback(enable(trainer, adapter, logits_budget))

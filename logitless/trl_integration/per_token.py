@@ -17,14 +17,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.trainer_pt_utils import LabelSmoother
 
 from logitless import CrossEntropyLoss
-from logitless.engine.head_view import HeadView
+from logitless.engine.head_view import HeadView, is_of_user
 from logitless.errors import value_error
 from logitless.losses.logprobs import TokenStatistics
+from logitless.models.heads import unwrap
 
 from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, base_of, is_from_trl, swap_attributes
 from .forwards import forwards_of, fused_head_options
@@ -310,6 +311,8 @@ def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -
     if arguments.self is not trainer:
         return original()
     check_label_smoothing(trainer)
+    if has_user_hooks(arguments.model, base_of(trainer, arguments.model)):
+        return original()  # with values per token, which a hook may read
     sum_options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
     # The sums contain DFT's weights and the label smoothing, so TRL has to compute the plain loss from them.
     with (
@@ -318,6 +321,12 @@ def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -
         swap_attributes(chunked, sum_options=sum_options),
     ):
         return original()
+
+
+def has_user_hooks(model: nn.Module, base: nn.Module) -> bool:
+    """Whether a forward hook that is not a package's reads the outputs of a model or of the model in it."""
+    hooks = [hook for module in {model, unwrap(model), base} for hook in module._forward_hooks.values()]
+    return any(is_of_user(hook) for hook in hooks)
 
 
 def label_smoothing_of(trainer: Any) -> float:

@@ -55,20 +55,79 @@ def test_peft_model_with_a_task_type_in_the_plain_trainer(tmp_path, bf16):
         assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()
 
 
-def test_a_compute_loss_that_takes_any_keyword(tmp_path):
-    class Mine(transformers.Trainer):
-        def compute_loss(self, model, inputs, **options):
-            return super().compute_loss(model, inputs, **options)
+class AnyKeyword(transformers.Trainer):
+    def compute_loss(self, model, inputs, **options):
+        return super().compute_loss(model, inputs, **options)
 
-    losses = []
+
+class OfTraining(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return found if return_outputs else 3 * found
+
+
+class WithoutOutputs(transformers.Trainer):
+    def compute_loss(self, model, inputs, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+class OtherOutputs(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(**inputs, output_hidden_states=True)
+        pooled = {"loss": out.loss, "pooled": out.hidden_states[-1].mean(1)}
+        return (out.loss, pooled) if return_outputs else out.loss
+
+
+@pytest.mark.parametrize("kind", [AnyKeyword, OfTraining, WithoutOutputs, OtherOutputs])
+def test_a_compute_loss_of_the_users(tmp_path, kind):
+    losses, shapes = [], []
     for flag in (False, True):
-        data = tiny_dataset().map(lambda row: {"labels": row["input_ids"]})
-        args = transformers.TrainingArguments(**options(tmp_path, max_steps=1, per_device_train_batch_size=1))
-        trainer = Mine(tiny_model(), args=args, train_dataset=data)
+        data = labelled_dataset()
+        args = transformers.TrainingArguments(**options(tmp_path, max_steps=1))
+        trainer = kind(tiny_model(), args=args, train_dataset=data)
         if flag:
             apply_to(trainer)
         losses.append(trainer.train().training_loss)
+        if kind is not WithoutOutputs:
+            shapes.append(trainer.predict(data.select(range(3))).predictions.shape)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert shapes[:1] == shapes[1:]
+
+
+def test_model_init_is_refused(tmp_path):
+    """Its `train` makes a model that nothing was switched on in."""
+    args = transformers.TrainingArguments(**options(tmp_path))
+    trainer = transformers.Trainer(
+        args=args, model_init=lambda: tiny_model(), train_dataset=labelled_dataset()
+    )
+    for flags in ({}, {"use_chunked_loss": False, "use_fused_layers": True}):
+        with pytest.raises(ValueError, match="^model_init: expected None, got a function; its train"):
+            apply_to(trainer, **flags)
+
+
+def test_a_forward_of_the_head_that_comes_after_the_first_step(tmp_path):
+    class Late(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            head = model.lm_head
+            head.forward = lambda x: 2 * torch.nn.functional.linear(x, head.weight)
+
+    args = transformers.TrainingArguments(**options(tmp_path, max_steps=2))
+    trainer = transformers.Trainer(
+        tiny_model(), args=args, train_dataset=labelled_dataset(), callbacks=[Late()]
+    )
+    apply_to(trainer)
+    with pytest.raises(ValueError, match="model: expected logits that differ by at most"):
+        trainer.train()
+
+
+def test_undo_leaves_what_the_user_has_set_since(tmp_path):
+    trainer, calls = sft_trainer(tmp_path), []
+    undo = apply_to(trainer)
+    ours = trainer.training_step
+    trainer.training_step = lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1]
+    undo()
+    trainer.train()
+    assert calls
 
 
 def test_what_apply_to_does_not_take(tmp_path):

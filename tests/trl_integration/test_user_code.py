@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers
 import trl
+from trl.experimental.gkd import GKDTrainer
+from trl.trainer import distillation_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from logitless.models import patch_model
 from logitless.trl_integration import apply_to
-from logitless.trl_integration.head import attach_fused_head
+from logitless.trl_integration.head import SumOfTokens, attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
 
 from .compare import adapted, assert_same_run, chunked_loss, options, our_pair, sft_trainer, unchanged
@@ -268,14 +270,26 @@ def test_a_step_that_leaves_the_head_out_is_noticed_at_any_time(tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_a_hook_cannot_take_a_sum_for_a_field(tmp_path):
-    """TRL's own compute_loss is handed sums, which a hook of the model sees too."""
-    trainer = sft_trainer(tmp_path)
-    apply_to(trainer)
-    seen = []
-    trainer.model.register_forward_hook(lambda model, args, outputs: seen.append(outputs))
-    trainer.train()
-    entropy = seen[0].entropy
+class Hooked(trl.SFTTrainer):
+    """TRL's own loss, and more from the outputs that a hook of the model sees meanwhile."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        seen = []
+        hook = model.register_forward_hook(lambda model, args, outputs: seen.append(outputs))
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        hook.remove()
+        bonus = 0.3 * seen[0].entropy.sum() / seen[0].label_mask.sum() - 0.1 * seen[0].loss
+        return (loss - bonus, seen[0]) if return_outputs else loss - bonus
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_a_hook_sees_the_values_of_tokens(folder, loss_type):
+    assert_same_run(*pairs("SFT", folder, Hooked, loss_type=loss_type, max_steps=2), rtol=1e-3)
+
+
+def test_a_sum_is_no_field():
+    """TRL's own compute_loss gets sums, which refuse every other use."""
+    entropy = SumOfTokens(torch.ones(()))
     for use in (lambda: entropy.mean(), lambda: entropy.shape, lambda: torch.exp(entropy)):
         with pytest.raises(
             (TypeError, AttributeError), match="outputs: expected TRL's SFTTrainer.compute_loss, "
@@ -284,6 +298,58 @@ def test_a_hook_cannot_take_a_sum_for_a_field(tmp_path):
     for use in (lambda: entropy * 2, lambda: entropy[0], lambda: float(entropy)):
         with pytest.raises(TypeError):
             use()
+
+
+def test_a_replaced_compute_loss_of_the_class(folder, monkeypatch):
+    def own(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, fused_lm_head=True)
+        loss = -(outputs.log_probs.sum() + 0.3 * outputs.entropy.sum()) / outputs.label_mask.sum()
+        return (loss, outputs) if return_outputs else loss
+
+    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", own)
+    assert_same_run(*pairs("SFT", folder, trl.SFTTrainer, max_steps=2), rtol=1e-3)
+
+
+def test_a_forward_that_is_set_above_the_fused_head(tmp_path):
+    trainer = sft_trainer(tmp_path)
+    below = trainer.model.forward
+    trainer.model.forward = lambda *args, **kwargs: below(*args, **kwargs)
+    apply_to(trainer)
+    with pytest.raises(ValueError, match="model.forward: expected TRL's fused head, got .*<lambda>; set it"):
+        trainer.train()
+
+
+class Penalized(GKDTrainer):
+    """TRL's own loss, and more from another call of the model, whose outputs have all their fields."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, dict(inputs), False, num_items_in_batch)
+        out = model(input_ids=inputs["input_ids"], labels=inputs["labels"], output_hidden_states=True)
+        loss = loss + out.loss + 1e-2 * sum(h.square().mean() for h in out.hidden_states)
+        return (loss, out) if return_outputs else loss
+
+
+def test_a_call_of_the_model_beside_the_loss(folder):
+    assert_same_run(*pairs("GKD", folder, Penalized, max_steps=2), rtol=1e-3)
+
+
+def test_a_method_that_functools_wraps_calls_a_copy_of(folder):
+    class Doubled(GKDTrainer):
+        @staticmethod
+        @functools.wraps(GKDTrainer.generalized_jsd_loss)
+        def generalized_jsd_loss(*args, **kwargs):
+            return 2 * GKDTrainer.generalized_jsd_loss(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="^generalized_jsd_loss: expected TRL's own in GKDTrainer"):
+        pairs("GKD", folder, Doubled)
+
+
+def test_a_function_of_trls_that_the_user_has_replaced(folder, monkeypatch):
+    theirs = distillation_trainer._chunked_divergence_loss
+    own = functools.wraps(theirs)(lambda *args, **kwargs: theirs(*args, **kwargs))
+    monkeypatch.setattr(distillation_trainer, "_chunked_divergence_loss", own)
+    with pytest.raises(ValueError, match=":_chunked_divergence_loss: expected TRL's own in Distillation"):
+        pairs("Distillation", folder, trl.DistillationTrainer)
 
 
 # --- losses, methods and models of the user's own
