@@ -37,8 +37,8 @@ class CrossEntropyLoss(TokenLoss):
         hidden: (..., H).
         weight: (V, H), or the LM head itself.
         targets: (...) int64 token ids, or `ignore_index`.
-        class_weights: (V,), c.
-        token_weights: (...), u.
+        class_weights: (V,), c, without gradient.
+        token_weights: (...), u, without gradient except with reduction="none".
         **arguments: the arguments of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
             accumulate_into, accumulate_now, grad_scale.
 

@@ -44,3 +44,9 @@ def test_autocast_outside_of_backward(trainable):
     assert_close(actual.value, truth.value, naive.value, name="logps")
     for name in naive.grads:
         assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
+
+
+@pytest.mark.parametrize("option", ["return_logps", "return_predictions", "also", "cp_group"])
+def test_options_of_losses_alone_are_refused(option):
+    with pytest.raises(TypeError, match=f"^options: expected any of .*, got {option}"):
+        linear_logprobs(torch.randn(3, 4), torch.randn(9, 4), torch.arange(3), **{option: True})

@@ -221,3 +221,11 @@ def test_bad_input(what):
     attempt, message = BAD[what]
     with pytest.raises(ValueError, match=message):
         attempt()
+
+
+def test_shared_heads_take_the_base_models_head():
+    heads, base = MedusaHeads(8, 20, 2, shared=True), torch.nn.Linear(8, 20, bias=False)
+    hidden = torch.randn(3, 8)
+    assert torch.equal(heads(hidden, base), heads(hidden, base.weight))
+    with pytest.raises(ValueError, match="^base_weight: expected a head, because the heads are shared, got"):
+        heads(hidden)

@@ -326,3 +326,15 @@ def test_no_supervised_token(count):
     assert all((x == 0).all() for x in out)
     sum(x.sum() for x in out).backward()
     assert (h.grad == 0).all() and (w.grad == 0).all()
+
+
+def test_constructors_of_other_forms():
+    empty = SamplingMask.from_padded(torch.full((2, 3, 0), -1, dtype=torch.int64))
+    assert len(empty) == 6 and not empty.offsets.any()
+    masks = [([1, 2], [0, 1, 2]), None]
+    wanted = SamplingMask.from_completions(masks, starts=2, length=5)
+    for starts in (torch.tensor(2), torch.tensor([2, 0]), (2, 4)):
+        found = SamplingMask.from_completions(masks, starts=starts, length=5)
+        assert torch.equal(found.offsets, wanted.offsets) and torch.equal(found.token_ids, wanted.token_ids)
+    with pytest.raises(TypeError, match="^kept: expected lists of integer token ids, got floats"):
+        SamplingMask.from_lists([[1.5, 2]])

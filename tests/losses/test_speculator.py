@@ -331,6 +331,17 @@ def test_expected_length_as_a_loss():
         assert relative_error(a, b) < 1e-9
 
 
+def test_the_expected_length_of_pairs_that_count():
+    """The recipe of docs/howto/speculators.md is the metric."""
+    w = World(steps=3)
+    loss = SpeculatorLoss(divergence="total_variation", reduction="none", decay=1.0)
+    out = loss(w.hiddens, w.weight, **call_of(w, teacher_bias=w.teacher_bias))
+    counted = out.loss != 0
+    lengths = ((1 - out.loss) * counted).cumprod(0).sum(0)
+    mean = 1 + lengths.sum() / counted.any(0).sum()
+    torch.testing.assert_close(mean, out.metrics["expected_length"], check_dtype=False)
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_bf16_is_within_the_naive_error(divergence):
     """Twice the error of the same computation on full logits in bf16, in several chunks."""

@@ -361,6 +361,25 @@ def test_heads_that_only_their_own_forward_can_read(made, message):
             call(random(B, T, H), made(), TARGETS)
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "again"])
+def test_head_of_a_model_whose_head_is_hooked_or_overridden(earlier):
+    """Also if the model was measured before."""
+    model = tiny_model()
+    ids = torch.arange(12).view(2, 6)
+    if earlier:
+        head_of(model)
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: 0.5 * out)
+    hidden = model.model(ids).last_hidden_state
+    found = CrossEntropyLoss()(hidden, head_of(model), ids, shift=True).loss
+    torch.testing.assert_close(found, model(ids, labels=ids).loss)
+    hook.remove()
+    assert head_of(model).logit_scale == 1
+    head = model.lm_head
+    head.forward = lambda x: 0.5 * nn.functional.linear(x, head.weight)
+    with pytest.raises(ValueError, match="^model: expected a head with its class's `forward`, got"):
+        head_of(model)
+
+
 @pytest.mark.parametrize("package", ["bitsandbytes", "gptqmodel", "awq"])
 def test_quantized_heads_of_models_are_refused_by_name(package):
     model = tiny_model()

@@ -204,11 +204,11 @@ def test_their_right_counterparts_pass(loss):
     assert str(report).startswith("check passed") and "WRONG" not in str(report)
 
 
-def test_an_input_that_would_be_trained_is_found():
+def test_an_input_that_would_be_trained_is_refused():
     scale = torch.tensor(2.0, device=DEVICE)
     assert own(TrainedInput(), scale=scale).ok
-    report = own(TrainedInput(), scale=scale.requires_grad_())
-    assert wrong(report) == {f"{how}: d_scale" for how in (ONE_CHUNK, MANY_CHUNKS)}, report
+    with pytest.raises(ValueError, match="^scale: expected a tensor that requires no gradient"):
+        own(TrainedInput(), scale=scale.requires_grad_())
 
 
 # -- what a check leaves alone, and what it refuses
@@ -370,6 +370,25 @@ def test_tensors_of_a_file_on_the_command_line(yours, tmp_path, capsys):
     assert all(f"{ONE_CHUNK}: {name}" in told for name in ("d_hidden", "d_weight", "d_bias"))
 
 
+def test_gradients_of_every_hidden_state_of_a_file(tmp_path, capsys):
+    given = every_loss.given(11)
+    hidden = [given.hidden.detach(), given.hidden_2.detach()]
+    call = {"hidden": hidden, "weight": given.weight.detach(), "targets": given.targets}
+    torch.save(call, tmp_path / "call.pt")
+    assert main(["check", "MultiTokenLoss", "--tensors", str(tmp_path / "call.pt")]) == 0
+    told = capsys.readouterr().out
+    assert all(f"{ONE_CHUNK}: d_hidden[{k}]" in told for k in range(2))
+    torch.save([given.targets], tmp_path / "list.pt")
+    with pytest.raises(SystemExit):
+        main(["check", "MultiTokenLoss", "--tensors", str(tmp_path / "list.pt")])
+    assert "--tensors: expected a dict, got list; save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_another_ignore_index_on_the_command_line(ignored):
+    assert main(["check", "CrossEntropyLoss", "--set", f"ignore_index={ignored}"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -377,7 +396,8 @@ def test_tensors_of_a_file_on_the_command_line(yours, tmp_path, capsys):
         (["nowhere.py:Focal"], "LOSS: expected a file with the loss, got nowhere.py; check its path."),
         (["nowhere.at_all:Focal"], "No module named 'nowhere'"),
         (["logitless:Focal"], "LOSS: expected a class in logitless, got Focal; check its name."),
-        (["logitless:linear_logprobs"], "missing"),
+        (["logitless:linear_logprobs"], "LOSS: expected a subclass of TokenLoss or LogitsLoss, got linear_l"),
+        (["DPOLoss", "--tensors", __file__], "--tensors: expected a file of tensors, got "),
         (["DPOLoss", "--set", "bta=1"], "bta"),
         (["DPOLoss", "--tensors", "nowhere.pt"], "No such file"),
     ],
