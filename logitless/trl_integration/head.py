@@ -207,8 +207,8 @@ def _compute_fused_output(
 class SumOfTokens:
     """A field of TRL's fused output that holds only the sum of its per-token values.
 
-    Returned only while TRL's own `SFTTrainer.compute_loss` runs, which uses nothing but sums of the fields, and
-    the model has no forward hook of the user's. Any other operation raises.
+    Returned only while TRL's own `SFTTrainer.compute_loss` runs, which uses nothing but sums of the fields,
+    and the model has no forward hook of the user's. Any other operation raises.
     """
 
     total: Tensor
