@@ -201,14 +201,25 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     return HeadView(head.weight, head.bias)
 
 
-def is_of_user(function: Callable) -> bool:
-    """Whether a hook, or a `forward` on an instance, is the user's and not that of a package which sets such
-    functions itself."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", None) or "")
-    return module.partition(".")[0] not in PACKAGES
+def is_of_user(function: Callable, owner: nn.Module | None = None) -> bool:
+    """Whether a hook, or a `forward` on an instance, or a function that it wraps, is the user's and not that
+    of a package which sets such functions itself.
+
+    `owner`: the module of a `forward`; its class's own is not the user's.
+    """
+    classes = () if owner is None else type(owner).__mro__
+    while function is not None:
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        if any(vars(cls).get("forward") is function for cls in classes):
+            return False
+        where = getattr(function, "__module__", None) or ""
+        where = getattr(function, "__globals__", {}).get("__name__", where)
+        if where.partition(".")[0] not in PACKAGES:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def check_no_backward_hooks(head: nn.Module, argument: str) -> None:

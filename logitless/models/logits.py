@@ -126,7 +126,7 @@ def _deferring_forward(
             deferral.is_checked = True
             deferral.checked_forward = forward
     deferral.was_called = True
-    if deferral.needs_cross_entropy:
+    if deferral.needs_cross_entropy and torch.is_grad_enabled():
         check_no_backward_hooks(head, "model")
     return DeferredLogits(
         unviewed(hidden, head), head, deferral, view_of(head, "model", called=True).shape[0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, is_of_user, view_of
 from logitless.errors import value_error
-from logitless.exchange import exchanged
+from logitless.exchange import exchanged, instance_forward
 from logitless.models.heads import base_of, find_head, read_head, unwrap
 from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
 
@@ -54,8 +54,8 @@ def head_of(model: nn.Module) -> HeadView:
     cached = _CACHED_TRANSFORMS.get(base)
     if cached is None or cached.options != options:
         head = find_head(base)
-        forward = vars(head).get("forward")
-        if forward is not None and is_of_user(forward):
+        forward = instance_forward(head)
+        if forward is not None and is_of_user(forward, head):
             remedy = "use patch_model(model), which calls the head"
             raise value_error("model", "a head with its class's `forward`", "an overridden one", remedy)
         cached = _CachedTransform(options, *_measure_softcap_and_scale(base, view.weight))
@@ -68,8 +68,9 @@ def _options(model: nn.Module) -> list[Any]:
     except `training`, and the class, hooks and `forward` of its head. The model's forward pass may read them.
     """
     head = find_head(model)
-    hooks = [*head._forward_pre_hooks.items(), *head._forward_hooks.items()]
-    of_head = [type(head), vars(head).get("forward"), *hooks]
+    # By identity: a hook may refer to the model, which the cache must not keep alive.
+    hooks = (*head._forward_pre_hooks.items(), *head._forward_hooks.items())
+    of_head = [type(head), id(instance_forward(head)), *((key, id(hook)) for key, hook in hooks)]
     config = getattr(model, "config", None)
     owners = [model] if config is None else [model, config]
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
@@ -114,7 +115,9 @@ def _measure_softcap_and_scale(model: nn.Module, weight: Tensor) -> tuple[float 
     reason = type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
         # The head is not compared with its parameters, which may be sharded.
-        deferring = deferring_head(find_head(model), Deferral(is_checked=True))
+        head = find_head(model)
+        unchecked = Deferral(is_checked=True, checked_forward=instance_forward(head))
+        deferring = deferring_head(head, unchecked)
         try:
             with (
                 deferring,

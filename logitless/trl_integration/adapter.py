@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from logitless.engine.head_view import PACKAGES
 from logitless.engine.plan import Plan
 from logitless.errors import value_error
 from logitless.losses.base import LossOutput
@@ -270,6 +271,8 @@ class ChunkedLoss:
         return wrapper
 
     def _training_step(self, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        if self.uses_original:
+            return original(*args, **kwargs)
         self._begin_step()
         with self.attach_models():
             loss = original(*args, **kwargs)
@@ -285,6 +288,8 @@ class ChunkedLoss:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self.uses_original:
+            return original(model, inputs, prediction_loss_only, *args, **kwargs)
         needs_logits = not prediction_loss_only
         uses_original = self.adapter.needs_original_to_predict and needs_logits
         with swap_attributes(self, needs_logits=needs_logits, uses_original=uses_original):
@@ -380,6 +385,8 @@ def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callabl
     chunked.check_options()
     for name, make_attach in adapter.attachments.items():
         chunked.attach_functions[name] = make_attach(chunked)
+    # A wrapper of the user's may go on calling our methods.
+    undo.callback(setattr, chunked, "uses_original", True)
     with ExitStack() as on_error:
         on_error.callback(undo.close)
         for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.make_methods()):
@@ -393,13 +400,22 @@ def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callabl
 def replaced_error(path: str, found: Callable, trainer: str) -> ValueError:
     """The error for a function of TRL's that the user has replaced and the chunked loss would not call."""
     remedy = "train without the chunked loss, or leave that function as it is"
-    got = getattr(found, "__qualname__", repr(found))
-    return value_error(path, f"TRL's own in {trainer}Trainer", got, remedy)
+    return value_error(path, f"TRL's own in {trainer}Trainer", name_of(found), remedy)
+
+
+def name_of(function: Callable) -> str:
+    """The name of a function, inside decorators of packages, where it is defined: functools.wraps changes
+    `__qualname__`."""
+    function = getattr(function, "__func__", function)
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    if module.partition(".")[0] in PACKAGES and hasattr(function, "__wrapped__"):
+        return name_of(function.__wrapped__)
+    return function.__code__.co_qualname if hasattr(function, "__code__") else repr(function)
 
 
 def is_from_trl(method: Callable) -> bool:
-    """Whether a method, or the function that a partial or a decorator of torch or logitless calls, is defined
-    in TRL.
+    """Whether a method, or the function that a partial or a decorator of torch or TRL calls, is defined in
+    TRL.
 
     The globals of a function tell where it is defined; its `__module__` does not, because functools.wraps
     copies it.
@@ -408,7 +424,8 @@ def is_from_trl(method: Callable) -> bool:
         method = method.func
     function = getattr(method, "__func__", method)
     module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
-    if module.partition(".")[0] in ("torch", "logitless", "contextlib") and hasattr(function, "__wrapped__"):
+    is_decorator = module.partition(".")[0] in ("torch", "trl", "logitless", "contextlib")
+    if is_decorator and hasattr(function, "__wrapped__"):
         return is_from_trl(function.__wrapped__)
     return module.startswith("trl.")
 

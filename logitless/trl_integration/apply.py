@@ -130,10 +130,17 @@ def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any)
     if not (chunked.needs_logits and getattr(arguments, "return_outputs", False)):
         return found
     loss, outputs = found
-    if isinstance(outputs, ModelOutput) and outputs.get("logits") is None:
+    if _lacks_logits(outputs):
         with torch.no_grad():
             outputs = arguments.model(**{name: x for name, x in inputs.items() if name != "labels"})
     return loss, outputs
+
+
+def _lacks_logits(outputs: Any) -> bool:
+    """Whether these are outputs of the patched model: with a field for logits, which is None."""
+    if isinstance(outputs, ModelOutput):
+        return getattr(outputs, "logits", outputs) is None
+    return isinstance(outputs, dict) and outputs.get("logits", outputs) is None
 
 
 def check_no_label_smoothing(trainer: Any) -> None:

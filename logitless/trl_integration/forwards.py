@@ -21,6 +21,8 @@ from logitless.engine.head_view import is_of_user
 from logitless.errors import value_error
 from logitless.exchange import instance_forward, stock_forward
 
+from .adapter import name_of
+
 
 @dataclass(frozen=True)
 class Forwards:
@@ -67,13 +69,13 @@ def forwards_of(model: nn.Module) -> Forwards:
 
 
 def check_fused_head(forwards: Forwards) -> None:
-    """Raise ValueError if a function has been set as the `forward` of a model above TRL's fused head, which
-    the chunked loss would not call."""
-    is_overridden = forwards.on_instance is not None and is_of_user(forwards.on_instance)
+    """Raise ValueError if the user has set a `forward` on a model above TRL's fused head: the chunked loss
+    would not call it with TRL's arguments, and it would not see TRL's outputs."""
+    forward = forwards.on_instance
+    is_overridden = forward is not None and is_of_user(forward, forwards.model)
     if forwards.fused_head is None and is_overridden:
-        got = getattr(forwards.on_instance, "__qualname__", repr(forwards.on_instance))
         remedy = "set it before the trainer is constructed, or use a hook"
-        raise value_error("model.forward", "TRL's fused head", got, remedy)
+        raise value_error("model.forward", "TRL's fused head", name_of(forward), remedy)
 
 
 def is_fused_head(forward: Any) -> bool:

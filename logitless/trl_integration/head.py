@@ -387,7 +387,8 @@ def _gatherable_forward(
         return original(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
     has_labels = kwargs.get("labels") is not None
-    check_no_backward_hooks(model.get_output_embeddings(), "model")
+    if torch.is_grad_enabled():
+        check_no_backward_hooks(model.get_output_embeddings(), "model")
     check_equal_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
     # The loss of a call with labels is the model's own.
     with defer_logits(model, chunked.logits_budget, needs_cross_entropy=has_labels):

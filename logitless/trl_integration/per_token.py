@@ -25,7 +25,7 @@ from logitless import CrossEntropyLoss
 from logitless.engine.head_view import HeadView, is_of_user
 from logitless.errors import value_error
 from logitless.losses.logprobs import TokenStatistics
-from logitless.models.heads import unwrap
+from logitless.models.heads import WRAPPERS
 
 from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, base_of, is_from_trl, swap_attributes
 from .forwards import forwards_of, fused_head_options
@@ -311,9 +311,10 @@ def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -
     if arguments.self is not trainer:
         return original()
     check_label_smoothing(trainer)
-    if has_user_hooks(arguments.model, base_of(trainer, arguments.model)):
-        return original()  # with values per token, which a hook may read
     sum_options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
+    # With label smoothing TRL would compute full logits.
+    if not sum_options.label_smoothing and has_user_hooks(arguments.model):
+        return original()  # with values per token, which a hook may read
     # The sums contain DFT's weights and the label smoothing, so TRL has to compute the plain loss from them.
     with (
         swap_attributes(trainer.args, loss_type="nll"),
@@ -323,10 +324,17 @@ def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -
         return original()
 
 
-def has_user_hooks(model: nn.Module, base: nn.Module) -> bool:
-    """Whether a forward hook that is not a package's reads the outputs of a model or of the model in it."""
-    hooks = [hook for module in {model, unwrap(model), base} for hook in module._forward_hooks.values()]
-    return any(is_of_user(hook) for hook in hooks)
+def has_user_hooks(model: nn.Module) -> bool:
+    """Whether a forward hook that is not a package's reads the outputs of a model or of those inside its
+    wrappers."""
+    while model is not None:
+        if any(is_of_user(hook) for hook in model._forward_hooks.values()):
+            return True
+        inside = WRAPPERS.get(type(model).__name__)
+        if inside is None and hasattr(model, "peft_config"):  # a PeftModel, or the tuner in it
+            inside = "base_model" if hasattr(model, "get_base_model") else "model"
+        model = getattr(model, inside, None) if inside else None
+    return False
 
 
 def label_smoothing_of(trainer: Any) -> float:

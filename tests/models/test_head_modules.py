@@ -1,8 +1,12 @@
 """LM heads as modules in the place of a weight: the same losses and gradients as with their tensors."""
 
+import gc
+import weakref
+
 import peft
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -378,6 +382,23 @@ def test_head_of_a_model_whose_head_is_hooked_or_overridden(earlier):
     head.forward = lambda x: 0.5 * nn.functional.linear(x, head.weight)
     with pytest.raises(ValueError, match="^model: expected a head with its class's `forward`, got"):
         head_of(model)
+
+
+def test_head_of_keeps_no_model_alive():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, args, out, owner=model: None)
+    head_of(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_head_of_a_dispatched_head_under_autocast():
+    model = tiny_model()
+    add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head_of(model).logit_scale == 1
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "gptqmodel", "awq"])

@@ -78,7 +78,13 @@ class OtherOutputs(transformers.Trainer):
         return (out.loss, pooled) if return_outputs else out.loss
 
 
-@pytest.mark.parametrize("kind", [AnyKeyword, OfTraining, WithoutOutputs, OtherOutputs])
+class PlainDict(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(**inputs)
+        return (out.loss, {"loss": out.loss, "logits": out.logits}) if return_outputs else out.loss
+
+
+@pytest.mark.parametrize("kind", [AnyKeyword, OfTraining, WithoutOutputs, OtherOutputs, PlainDict])
 def test_a_compute_loss_of_the_users(tmp_path, kind):
     losses, shapes = [], []
     for flag in (False, True):
@@ -125,9 +131,10 @@ def test_undo_leaves_what_the_user_has_set_since(tmp_path):
     undo = apply_to(trainer)
     ours = trainer.training_step
     trainer.training_step = lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1]
+    chunked = trainer.chunked_loss
     undo()
     trainer.train()
-    assert calls
+    assert calls and not chunked.called_replacements
 
 
 def test_what_apply_to_does_not_take(tmp_path):

@@ -9,6 +9,8 @@ import torch
 import transformers
 import trl
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.orpo import ORPOTrainer
+from trl.extras.profiling import profiling_decorator
 from trl.trainer import distillation_trainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -282,6 +284,32 @@ class Hooked(trl.SFTTrainer):
         return (loss - bonus, seen[0]) if return_outputs else loss - bonus
 
 
+@pytest.mark.parametrize("wrap", [unchanged, adapted], ids=["whole", "lora"])
+def test_a_hook_without_gradients(folder, wrap):
+    """torch's decorator is around it. With label smoothing the step is as without a hook."""
+
+    @torch.no_grad()
+    def hook(model, args, outputs):
+        if getattr(outputs, "log_probs", None) is not None:
+            outputs.log_probs.mean()
+
+    def hooked(model):
+        model = wrap(model)
+        (model.base_model if wrap is adapted else model).register_forward_hook(hook)
+        return model
+
+    assert_same_run(*pairs("SFT", folder, trl.SFTTrainer, max_steps=2, wrap=hooked), rtol=1e-3)
+
+
+def test_label_smoothing_beside_a_hook(folder):
+    def hooked(model):
+        model.register_forward_hook(lambda model, args, outputs: None)
+        return model
+
+    settings = {"label_smoothing_factor": 0.1, "wrap": hooked}
+    assert_same_run(*pairs("SFT", folder, trl.SFTTrainer, max_steps=2, **settings), rtol=1e-3)
+
+
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_a_hook_sees_the_values_of_tokens(folder, loss_type):
     assert_same_run(*pairs("SFT", folder, Hooked, loss_type=loss_type, max_steps=2), rtol=1e-3)
@@ -340,8 +368,15 @@ def test_a_method_that_functools_wraps_calls_a_copy_of(folder):
         def generalized_jsd_loss(*args, **kwargs):
             return 2 * GKDTrainer.generalized_jsd_loss(*args, **kwargs)
 
+    class Profiled(ORPOTrainer):
+        @profiling_decorator
+        def get_batch_logps(self, *args, **kwargs):
+            return 2 * super().get_batch_logps(*args, **kwargs)
+
     with pytest.raises(ValueError, match="^generalized_jsd_loss: expected TRL's own in GKDTrainer"):
         pairs("GKD", folder, Doubled)
+    with pytest.raises(ValueError, match="^get_batch_logps: expected TRL's own .*got .*Profiled.get_batch"):
+        pairs("ORPO", folder, Profiled)
 
 
 def test_a_function_of_trls_that_the_user_has_replaced(folder, monkeypatch):
