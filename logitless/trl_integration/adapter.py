@@ -127,6 +127,7 @@ class ChunkedLoss:
         # In an evaluation step: whether it returns predictions, and whether the original methods compute it
         self.needs_logits = False
         self.uses_original = False
+        self.is_off = False  # whether it was switched off
         self.returns_gatherable_logits = False
         self.loss_mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of the model of a trainer outside of TRL
@@ -228,7 +229,7 @@ class ChunkedLoss:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self.uses_original:
+            if self.uses_original or self.is_off:
                 return original(*args, **kwargs)
             self.called_replacements.add(path)
             call = signature.bind(*args, **kwargs)
@@ -251,7 +252,7 @@ class ChunkedLoss:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self.uses_original:
+            if self.uses_original or self.is_off:
                 return original(*args, **kwargs)
             with ExitStack() as stack:
                 for path, replacement in self.adapter.replacements.items():
@@ -271,7 +272,7 @@ class ChunkedLoss:
         return wrapper
 
     def _training_step(self, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        if self.uses_original:
+        if self.is_off:
             return original(*args, **kwargs)
         self._begin_step()
         with self.attach_models():
@@ -288,7 +289,7 @@ class ChunkedLoss:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self.uses_original:
+        if self.is_off:
             return original(model, inputs, prediction_loss_only, *args, **kwargs)
         needs_logits = not prediction_loss_only
         uses_original = self.adapter.needs_original_to_predict and needs_logits
@@ -386,7 +387,7 @@ def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callabl
     for name, make_attach in adapter.attachments.items():
         chunked.attach_functions[name] = make_attach(chunked)
     # A wrapper of the user's may go on calling our methods.
-    undo.callback(setattr, chunked, "uses_original", True)
+    undo.callback(setattr, chunked, "is_off", True)
     with ExitStack() as on_error:
         on_error.callback(undo.close)
         for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.make_methods()):

@@ -73,8 +73,10 @@ def unused(trainer) -> None:
     """As it would be if TRL computed its loss elsewhere: only the check is left of what was put on."""
     undo = apply_to(trainer)
     steps = trainer.training_step, trainer.prediction_step
-    trainer.chunked_loss.attach_functions.clear()
+    chunked = trainer.chunked_loss
+    chunked.attach_functions.clear()
     undo()
+    chunked.is_off = False
     trainer.training_step, trainer.prediction_step, trainer.last_plan = *steps, None
 
 
