@@ -201,6 +201,19 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     return HeadView(head.weight, head.bias)
 
 
+def defined(function: Callable) -> tuple[Callable, str]:
+    """Return (the function inside partials and of a bound method, the module in which it is defined).
+
+    The globals of a function tell where it is defined; its `__module__` does not, because functools.wraps
+    copies it.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    module = getattr(function, "__module__", None) or ""
+    return function, getattr(function, "__globals__", {}).get("__name__", module)
+
+
 def is_of_user(function: Callable, owner: nn.Module | None = None) -> bool:
     """Whether a hook, or a `forward` on an instance, or a function that it wraps, is the user's and not that
     of a package which sets such functions itself.
@@ -209,14 +222,10 @@ def is_of_user(function: Callable, owner: nn.Module | None = None) -> bool:
     """
     classes = () if owner is None else type(owner).__mro__
     while function is not None:
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = getattr(function, "__func__", function)
+        function, module = defined(function)
         if any(vars(cls).get("forward") is function for cls in classes):
             return False
-        where = getattr(function, "__module__", None) or ""
-        where = getattr(function, "__globals__", {}).get("__name__", where)
-        if where.partition(".")[0] not in PACKAGES:
+        if module.partition(".")[0] not in PACKAGES:
             return True
         function = getattr(function, "__wrapped__", None)
     return False

@@ -49,25 +49,24 @@ def head_of(model: nn.Module) -> HeadView:
     if not hasattr(model, "get_output_embeddings"):
         return view_of(model, "model")
     base = base_of(model)
-    view = read_head(find_head(base))
-    options = _options(base)
+    head = find_head(base)
+    view = read_head(head)
+    options = _options(base, head)
     cached = _CACHED_TRANSFORMS.get(base)
     if cached is None or cached.options != options:
-        head = find_head(base)
         forward = instance_forward(head)
         if forward is not None and is_of_user(forward, head):
             remedy = "use patch_model(model), which calls the head"
             raise value_error("model", "a head with its class's `forward`", "an overridden one", remedy)
-        cached = _CachedTransform(options, *_measure_softcap_and_scale(base, view.weight))
+        cached = _CachedTransform(options, *_measure_softcap_and_scale(base, head, view.weight))
         _CACHED_TRANSFORMS[base] = cached
     return view._replace(softcap=cached.softcap, logit_scale=cached.logit_scale, of_model=True)
 
 
-def _options(model: nn.Module) -> list[Any]:
+def _options(model: nn.Module, head: nn.Module) -> list[Any]:
     """Return (name, value) of all numbers, strings and Nones in a model's attributes and configurations,
     except `training`, and the class, hooks and `forward` of its head. The model's forward pass may read them.
     """
-    head = find_head(model)
     # By identity: a hook may refer to the model, which the cache must not keep alive.
     hooks = (*head._forward_pre_hooks.items(), *head._forward_hooks.items())
     of_head = [type(head), id(instance_forward(head)), *((key, id(hook)) for key, hook in hooks)]
@@ -102,7 +101,9 @@ def _return_hidden(
     return _BackboneOutput(hidden)
 
 
-def _measure_softcap_and_scale(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
+def _measure_softcap_and_scale(
+    model: nn.Module, head: nn.Module, weight: Tensor
+) -> tuple[float | None, float]:
     """Return (softcap, logit scale) from a forward pass whose backbone returns fixed hidden states.
 
     Raises:
@@ -115,7 +116,6 @@ def _measure_softcap_and_scale(model: nn.Module, weight: Tensor) -> tuple[float 
     reason = type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
         # The head is not compared with its parameters, which may be sharded.
-        head = find_head(model)
         unchecked = Deferral(is_checked=True, checked_forward=instance_forward(head))
         deferring = deferring_head(head, unchecked)
         try:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from logitless.engine.head_view import PACKAGES
+from logitless.engine.head_view import PACKAGES, defined
 from logitless.engine.plan import Plan
 from logitless.errors import value_error
 from logitless.losses.base import LossOutput
@@ -407,8 +407,7 @@ def replaced_error(path: str, found: Callable, trainer: str) -> ValueError:
 def name_of(function: Callable) -> str:
     """The name of a function, inside decorators of packages, where it is defined: functools.wraps changes
     `__qualname__`."""
-    function = getattr(function, "__func__", function)
-    module = getattr(function, "__globals__", {}).get("__name__", "")
+    function, module = defined(function)
     if module.partition(".")[0] in PACKAGES and hasattr(function, "__wrapped__"):
         return name_of(function.__wrapped__)
     return function.__code__.co_qualname if hasattr(function, "__code__") else repr(function)
@@ -416,15 +415,8 @@ def name_of(function: Callable) -> str:
 
 def is_from_trl(method: Callable) -> bool:
     """Whether a method, or the function that a partial or a decorator of torch or TRL calls, is defined in
-    TRL.
-
-    The globals of a function tell where it is defined; its `__module__` does not, because functools.wraps
-    copies it.
-    """
-    while isinstance(method, functools.partial):
-        method = method.func
-    function = getattr(method, "__func__", method)
-    module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", ""))
+    TRL."""
+    function, module = defined(method)
     is_decorator = module.partition(".")[0] in ("torch", "trl", "logitless", "contextlib")
     if is_decorator and hasattr(function, "__wrapped__"):
         return is_from_trl(function.__wrapped__)

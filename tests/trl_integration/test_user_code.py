@@ -286,7 +286,7 @@ class Hooked(trl.SFTTrainer):
 
 @pytest.mark.parametrize("wrap", [unchanged, adapted], ids=["whole", "lora"])
 def test_a_hook_without_gradients(folder, wrap):
-    """torch's decorator is around it. With label smoothing the step is as without a hook."""
+    """torch's decorator is around it."""
 
     @torch.no_grad()
     def hook(model, args, outputs):
