@@ -12,11 +12,11 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Hashable
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from logitless.errors import type_error, value_error, warn
 from logitless.exchange import exchange, state_of
@@ -40,6 +40,7 @@ from logitless.models.saved_tensors import (
     SavedTensor,
     StorageCounter,
     StorageSize,
+    find_tensors,
     run_kept_layer,
     storages_of,
 )
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 KEY = "activations"
 # One layer's bytes are checked every so many forward passes.
 CHECK_EVERY = 16
+# Keyword arguments that a layer does not write into; tuples of them are constant too.
+CONSTANTS = Tensor, NoneType, bool, int, float, str
 CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
@@ -168,6 +171,7 @@ class ForwardPass:
         self.exceeds_count = False
         self.all_shared_storages: dict[int, StorageSize] = {}  # of keyword arguments, of all layers
         self.keyword_values: list[Any] = []
+        self.may_change = False  # whether a layer may write into one of these values, such as a dict
         self.shared_tensors: list[SavedTensor] = []
 
     def run(self, index: int, function: functools.partial, *args: Any) -> Any:
@@ -204,8 +208,10 @@ class ForwardPass:
         are_same = len(values) == len(self.keyword_values) and all(
             map(operator.is_, values, self.keyword_values)
         )
-        if not are_same:
+        if self.may_change or not are_same:
             self.keyword_values = values
+            items = [item for value in values for item in (value if type(value) is tuple else (value,))]
+            self.may_change = not all(isinstance(item, CONSTANTS) for item in items)
             self.shared_tensors = [SavedTensor(self.graph, x) for x in keyword_tensors(function)]
 
     def run_under_hooks(self, index: int, function: functools.partial, args: tuple) -> Any:
@@ -364,15 +370,6 @@ class ForwardPass:
         if not self.is_counting and not handle._was_logged and _is_rank_zero():
             handle._was_logged = True
             logger.info("activation budget: %s", plan.describe())
-
-
-def find_tensors(x: Any) -> list[Tensor]:
-    """Return all tensors in nested containers."""
-    if isinstance(x, Tensor):
-        return [x]
-    if x is None or isinstance(x, bool):
-        return []
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
 def keyword_tensors(function: functools.partial) -> list[Tensor]:

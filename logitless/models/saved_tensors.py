@@ -18,9 +18,10 @@ Unpacking raises, as autograd does without hooks, if an in-place operation has c
 saved.
 """
 
+import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from logitless.layers import recipes
 from logitless.models.activation_plan import ActivationPlan
@@ -163,6 +164,45 @@ def unpack(saved: Any) -> Any:
     if x._version != version:
         raise RuntimeError(CHANGED.format(tuple(x.shape), x._version, version))
     return x
+
+
+def find_tensors(x: Any) -> list[Tensor]:
+    """Return all tensors in nested containers."""
+    if isinstance(x, Tensor):
+        return [x]
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return []
+    if isinstance(x, (Mapping, MutableSequence, tuple)):
+        values = x.values() if isinstance(x, Mapping) else x
+        return [tensor for value in values for tensor in find_tensors(value)]
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def copy_containers(x: Any, kind: type, convert: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
+    """Return x with `convert(leaf)` for each leaf of type `kind`, in copies of the nested containers.
+
+    Args:
+        x: a leaf or a container.
+        kind: the type of the leaves to convert.
+        convert: returns what stands for the leaf in the copy.
+        copies: the copies that were made, by the id of the container: one that occurs twice is copied once.
+    """
+    if isinstance(x, kind):
+        return convert(x)
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if id(x) in copies:
+        return copies[id(x)]
+    if isinstance(x, (MutableMapping, MutableSequence)):
+        # Also one that pytree takes for a leaf, such as the `KVSharingDict` of transformers.
+        copies[id(x)] = copied = copy.copy(x)
+        for key, value in x.items() if isinstance(x, MutableMapping) else enumerate(x):
+            copied[key] = copy_containers(value, kind, convert, copies)
+        return copied
+    if isinstance(x, tuple):
+        values = [copy_containers(value, kind, convert, copies) for value in x]
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    return tree_map_only(kind, convert, x)
 
 
 class AutocastState:
@@ -324,14 +364,19 @@ def _cast_source(x: Tensor) -> tuple[object, int] | None:
 
 
 class RecomputedLayer:
-    """A layer at level "full": holds its inputs; reading one saved tensor recomputes all of them."""
+    """A layer at level "full": holds its inputs; reading one saved tensor recomputes all of them.
+
+    A layer may write tensors into a container that it is given, for the layers after it. These tensors refer
+    to the graph, and the graph to this object: with the container it would never be freed. Therefore this
+    object holds copies of the containers, made before the layer runs, and each recomputation gets copies too.
+    """
 
     def __init__(self, graph: Graph, function: functools.partial, args: tuple, device: torch.device) -> None:
         self.graph = graph
-        self.function = function
+        self.forward = functools.partial(function.func, *function.args)
         # Keyword arguments, such as angles and masks, are shared by all layers.
-        self.inputs = tree_map_only(
-            Tensor, lambda x: x if is_parameter(x) else LayerInput(graph, x), (args, function.keywords)
+        self.inputs = copy_containers(
+            (args, function.keywords), Tensor, lambda x: x if is_parameter(x) else LayerInput(graph, x), {}
         )
         self.autocast = AutocastState(device.type)
         self.rng = RandomState(device)
@@ -356,12 +401,11 @@ class RecomputedLayer:
                 raise _RecomputeDone
             return x.detach()
 
-        args, keywords = tree_map_only(LayerInput, LayerInput.get, self.inputs)
-        rerun = functools.partial(self.function.func, *self.function.args, **keywords)
+        args, keywords = copy_containers(self.inputs, LayerInput, LayerInput.get, {})
         with self.graph.add_memory_note(), self.rng.restore(), torch.enable_grad(), self.autocast.restore():
             try:
                 with saved_tensors_hooks(record, lambda x: x):
-                    rerun(*args)
+                    self.forward(*args, **keywords)
             except _RecomputeDone:
                 pass
         if len(saved) != self.num_saved:

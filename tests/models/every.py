@@ -60,6 +60,7 @@ LATENT = {"num_key_value_heads": 4, "qk_head_dim": 16}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SLIDING = ["sliding_attention", "full_attention"]
+FULL = ["full_attention"] * 2
 CHANGES: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": LATENT | {"n_group": 1, "topk_group": 1},
     **dict.fromkeys(("AXK2ForCausalLM", "DeepseekV2ForCausalLM"), LATENT),
@@ -92,8 +93,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "FuyuForCausalLM": {"image_size": 8, "patch_size": 4},
     "GitForCausalLM": {"vision_config": {"image_size": 8, "patch_size": 4}},
     "Gemma3nForCausalLM": {
-        "layer_types": SLIDING,
-        "num_kv_shared_layers": 0,
+        "layer_types": FULL,
+        "num_kv_shared_layers": 1,
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0, 0.0],
         "intermediate_size": [32, 32],
@@ -102,6 +103,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "vision_config": {"image_size": 8, "patch_size": 4},
     },
+    "Gemma4ForCausalLM": {"layer_types": FULL, "num_kv_shared_layers": 1},
     "Gemma4AssistantForCausalLM": {
         "text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2, "layer_types": SLIDING}
     },

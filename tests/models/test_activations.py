@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+from collections import UserDict
 from contextlib import nullcontext
 
 import pytest
@@ -344,6 +345,78 @@ def test_the_log_line_and_the_report(caplog):
     assert all(text.startswith("level cheap is available: it holds 7") for text in fitted.report.values())
     stock = fit_activations(made(fused=False), "1GB")
     assert all("nothing in the layer is fused" in text for text in stock.report.values())
+
+
+# --- Layers that write into what they are given
+
+
+class Shared(GradientCheckpointingLayer):
+    """Reads what earlier layers wrote into containers, and writes over it for later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden, past, shared, nested):
+        values = self.linear(hidden)
+        if past:
+            values = values * past[-1] * shared["values"].exp() + nested[0]["sum"]
+        past.append(values)
+        shared["values"] = values.tanh()
+        assert shared["inner"][0] is nested[0]  # a container that is given twice is one
+        shared["inner"][0]["sum"] = nested[0].pop("sum", 0) + values.sin()
+        return hidden + values * values
+
+
+class Sharing(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(Shared() for _ in range(LAYERS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        nested = ({},)
+        past, shared = [], self.kind({"inner": [nested[0]]})
+        for layer in self.layers:
+            hidden = layer(hidden, past, shared=shared, nested=nested)
+        return (hidden * past[0] + shared["values"] + nested[0]["sum"]).square().sum()
+
+
+class DictOfUser(dict):
+    """A dict that pytree takes for a leaf."""
+
+
+@pytest.mark.parametrize("kind", [dict, DictOfUser, UserDict])
+def test_layers_that_write_into_containers(kind):
+    torch.manual_seed(0)
+    model, x = Sharing(kind).train(), torch.randn(1, 5, 8)
+
+    def step() -> Step:
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return Step(loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
+
+    truth = step()
+    fitted = fit_activations(model, PLENTY)
+    gc.collect()
+    gc.disable()
+    try:
+        assert equal(step(), truth) and fitted.held_bytes == 0  # the step that counts
+        assert equal(step(), truth) and set(fitted.last_plan.levels) == {"keep"}
+        # The layers' inputs, and three tensors that each layer but the last wrote for the next one.
+        least = 4 * x.numel() * (LAYERS + 3 * (LAYERS - 1))
+        for level in ("full", "keep"):
+            fitted.budget = budget_of(fitted, level)
+            loss = model(x)
+            assert set(fitted.last_plan.levels) == {level}
+            assert fitted.held_bytes == least if level == "full" else fitted.held_bytes > least
+            assert fitted.held_bytes <= fitted.last_plan.bytes
+            del loss  # a batch that is skipped
+            assert fitted.held_bytes == 0
+            assert equal(step(), truth) and fitted.held_bytes == 0
+    finally:
+        gc.enable()
 
 
 # --- What is refused, and what goes wrong

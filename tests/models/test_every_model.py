@@ -1,11 +1,15 @@
 """The loss and gradients of patched models are their own: one class for each way to treat the head in
 `make test`, every class in `make test-all`."""
 
+import gc
 import re
 
 import pytest
+import torch
 
-from .every import TABLE, VERDICTS, classes, compare, tiny
+from logitless.models import fit_activations
+
+from .every import TABLE, VERDICTS, classes, compare, gradients, labelled, tiny
 
 # By what is done between the backbone and the loss.
 HEADS = {
@@ -71,3 +75,54 @@ def test_every_model(name):
     sections = TABLE.read_text().split("\n## ")[1:]
     expected = next(section for section in sections if re.search(rf"\b{name}\b", section)).splitlines()[0]
     assert VERDICTS[result.verdict] == expected, result
+
+
+def check_budget(name):
+    """With an activation budget the gradients are the model's own, and nothing is held after the step."""
+
+    def found():
+        torch.manual_seed(1)
+        return gradients(model, **inputs)[1]
+
+    try:
+        model = tiny(name).train()
+        inputs = labelled(model)
+        found()  # BigBird changes its attention in the first call
+        truth = found()
+        fitted = fit_activations(model, 10**9)
+    except Exception as error:
+        pytest.skip(f"{name}: {error}")
+
+    def held_bytes():
+        for module in model.modules():
+            # RecurrentGemma keeps the last state, and so its graph, without a budget too.
+            if hasattr(module, "recurrent_states"):
+                module.recurrent_states = None
+        return fitted.held_bytes
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):  # all layers recomputed, then all kept
+            grads = found()
+            assert held_bytes() == 0, fitted.last_plan
+            assert grads.keys() == truth.keys() and all(torch.equal(grads[n], x) for n, x in truth.items())
+            fitted._needs_count = fitted.last_plan.levels[0] == "full"
+            model(**inputs)  # a batch that is skipped
+            assert held_bytes() == 0, fitted.last_plan
+    finally:
+        gc.enable()
+
+
+SHARED_KEYS = ("Gemma3nForCausalLM", "Gemma4ForCausalLM")
+
+
+@pytest.mark.parametrize("name", SHARED_KEYS)
+def test_activation_budget_with_shared_keys_and_values(name):
+    check_budget(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in classes() if name not in SHARED_KEYS])
+def test_activation_budget_of_every_model(name):
+    check_budget(name)
