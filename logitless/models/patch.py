@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,13 @@ from logitless.parallel.groups import is_dtensor
 logger = logging.getLogger(__name__)
 KEY = "loss"
 REMEDY = "Trainer removes the labels to smooth them; use SFTTrainer of logitless.trl_integration"
+TRL_LOSS = (
+    "a trainer of TRL that computes its own loss, where patch_model has no effect",
+    "use the trainer of logitless.trl_integration with use_chunked_loss=True, or call apply_to(trainer)",
+)
+# Packages whose frames are between the code that computes a loss and the module that it calls.
+BETWEEN = ("torch", "transformers", "accelerate", "peft", "deepspeed", "contextlib", "logitless.models")
+BETWEEN = (*(f"{name}." for name in BETWEEN), "logitless.exchange.")
 
 
 @dataclass(eq=False)
@@ -48,7 +56,7 @@ class Patch:
     labels_position: int  # position of `labels` among the arguments
     checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
     last_plan: Plan | None = None
-    has_warned: bool = False  # about a training step without labels
+    has_warned: bool = False  # about a training step whose loss is not computed by the patch
     deferral: Deferral = field(default_factory=Deferral, repr=False)
 
     @contextmanager
@@ -60,7 +68,8 @@ class Patch:
 
     def __call__(self) -> None:
         if state_of(self.model, KEY) is self:
-            withdraw(self.model, KEY)
+            for module in self.model.modules():
+                withdraw(module, KEY)
             remove_deferral(self.model)
 
 
@@ -91,6 +100,9 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     """
     patch = make_patch(model, logits_budget, unverified=unverified)
     exchange(patch.model, KEY, _forward, patch)
+    backbone = getattr(patch.model, "base_model", patch.model)
+    if backbone is not patch.model:
+        exchange(backbone, KEY, _backbone_forward, patch)
     deferral_of(patch.model, patch.deferral)
     budget = "the device's default" if logits_budget is None else f"{logits_budget / 2**20:,.1f} MiB"
     name = type(patch.model).__name__
@@ -118,10 +130,12 @@ def _forward(model: nn.Module, patch: Patch, original: Callable, *args: Any, **k
     position = patch.labels_position
     has_labels = kwargs.get("labels") is not None or len(args) > position and args[position] is not None
     if not has_labels and kwargs.get("shift_labels") is None:
-        is_training = model.training and torch.is_grad_enabled()
-        if is_training and not patch.has_warned and not torch.compiler.is_compiling():
-            patch.has_warned = True
-            warn(f"labels: expected labels in a training step, got none: full logits; {REMEDY}.", UserWarning)
+        if _may_warn(model, patch):
+            package = _calling_package()
+            # A trainer with the flag calls the model without labels, and defers its logits itself.
+            if package != "logitless":
+                loss = TRL_LOSS if package == "trl" else ("none: full logits", REMEDY)
+                _warn_of_other_loss(patch, *loss)
         return original(*args, **kwargs)
     if not has_labels:
         # The model computes a loss only if there are labels; the loss then uses `shift_labels` alone.
@@ -137,6 +151,43 @@ def _forward(model: nn.Module, patch: Patch, original: Callable, *args: Any, **k
     if deferral.is_checked and not patch.checked.startswith("checked"):
         patch.checked = "checked at step 1"
     return type(out)(**{name: x for name, x in out.items() if not isinstance(x, DeferredLogits)})
+
+
+def _backbone_forward(
+    backbone: nn.Module, patch: Patch, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Forward pass of the backbone, which trainers of TRL call to compute the loss without the model."""
+    if _may_warn(backbone, patch) and _calling_package() == "trl":
+        _warn_of_other_loss(patch, *TRL_LOSS)
+    return original(*args, **kwargs)
+
+
+def _may_warn(module: nn.Module, patch: Patch) -> bool:
+    if torch.compiler.is_compiling() or patch.has_warned:
+        return False
+    return module.training and torch.is_grad_enabled()
+
+
+def _warn_of_other_loss(patch: Patch, got: str, remedy: str) -> None:
+    patch.has_warned = True
+    warn(f"labels: expected labels in a training step, got {got}; {remedy}.", UserWarning)
+
+
+def _calling_package() -> str:
+    """Return the package whose code called the model or its backbone.
+
+    It is "logitless" if the patched model called its backbone, or a trainer of TRL with our flag did.
+    """
+    package = ""
+    frame = sys._getframe(2)
+    while frame is not None and package in ("", "trl"):
+        name = f"{frame.f_globals.get('__name__')}."
+        if frame.f_code is _forward.__code__ or name.startswith("logitless.trl_integration."):
+            return "logitless"
+        if not package and not name.startswith(BETWEEN):
+            package = name.partition(".")[0]
+        frame = frame.f_back
+    return package
 
 
 def _probe(patch: Patch, head: nn.Module) -> None:

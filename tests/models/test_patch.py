@@ -14,7 +14,8 @@ from accelerate.utils import convert_outputs_to_fp32, extract_model_from_paralle
 from torch import nn
 
 from logitless.exchange import STATES
-from logitless.models import patch_model
+from logitless.losses import linear_cross_entropy
+from logitless.models import head_of, patch_model
 from logitless.models.patch import check_trainer_arguments
 
 from ..trl_integration.tiny import IDS, INPUTS, LABELS, VOCAB, partition, tiny_model
@@ -149,6 +150,23 @@ def test_other_calls_run_as_before():
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
     options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options))
+
+
+def test_own_losses_beside_the_patch_are_not_reported():
+    """A loop may compute a loss from the backbone's output, and evaluates and generates in any mode."""
+    model = tiny_model().train()
+    patch_model(model)
+    targets = nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for head in (head_of(model), model.lm_head.weight):
+            hidden = model.base_model(IDS).last_hidden_state
+            linear_cross_entropy(hidden, head, targets).backward()
+        model(**INPUTS).loss.backward()
+        with torch.no_grad():
+            model(IDS)
+        model.generate(IDS, max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(IDS))
+        model.eval()(IDS)
 
 
 # --- copies and files

@@ -1,5 +1,7 @@
 """Models and trainers that existed before the flag: the same losses and gradients, and the way back."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -9,8 +11,8 @@ from datasets import Dataset
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
-from .compare import adapted, options, sft_trainer
-from .kinds import preference_dataset
+from .compare import adapted, options, our_pair, sft_trainer, unchanged
+from .kinds import preference_dataset, step
 from .tiny import Run, tiny_dataset, tiny_model, train, words
 
 
@@ -27,13 +29,30 @@ def losses_of(run: Run) -> list[float]:
 def test_patched_model_in_the_plain_trainer(tmp_path):
     args = transformers.TrainingArguments(**options(tmp_path, gradient_accumulation_steps=2))
     data, losses = labelled_dataset(), []
-    for patched in (False, True):
-        model = tiny_model()
-        if patched:
-            patch_model(model)
+    for wrap in (unchanged, patched):
+        model = wrap(tiny_model())
         run = train(transformers.Trainer, args, model, data, eval_dataset=data)
         losses.append([*losses_of(run), run.trainer.evaluate()["eval_loss"]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def patched(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    patch_model(model)
+    return model
+
+
+# SFT and Distillation call the backbone, ORPO the model without labels.
+@pytest.mark.parametrize("kind", ["SFT", "Distillation", "ORPO"])
+def test_a_patched_model_in_a_trainer_of_trl_is_reported_once(folder, kind):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(kind, folder, wrap=patched, max_steps=2)
+        ours = [str(x.message) for x in caught if str(x.message).startswith("labels: expected labels")]
+        assert len(ours) == 1 and "use_chunked_loss=True, or call apply_to(trainer)" in ours[0]
+        # The flag computes the loss, whether the model is patched or not.
+        caught.clear()
+        step(kind, folder, wrap=patched, **our_pair(kind), use_chunked_loss=True)
+        assert not [x for x in caught if str(x.message).startswith("labels:")]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
