@@ -6,7 +6,8 @@ their product. The model's own code then scales and caps them, shifts the labels
 family. An operation that needs the values of the logits raises TypeError.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, check_no_backward_hooks, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
-from logitless.errors import value_error
+from logitless.errors import message, value_error
 from logitless.exchange import exchange, exchanged, instance_forward, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenStatistics
@@ -292,8 +293,13 @@ class DeferredLogits:
     def __torch_function__(
         cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        method = getattr(cls, cls.operations.get(function, ""), None)
-        return cls._refuse(function.__name__) if method is None else method(*args, **kwargs or {})
+        name = cls.operations.get(function)
+        if name is None:
+            # PyTorch's function passes what torch.nn.functional has under its name: a wrapper of the user's.
+            name = next((name for name in cls.operations.values() if vars(F).get(name) is function), None)
+        if name is None:
+            cls._refuse(getattr(function, "__name__", repr(function)))
+        return getattr(cls, name)(*args, **kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name in ("device", "dtype", "requires_grad", "dim", "ndim"):
@@ -302,4 +308,29 @@ class DeferredLogits:
 
     @classmethod
     def _refuse(cls, use: str, error: type[Exception] = TypeError) -> Any:
-        raise error(f"logits: expected {cls.supported}, got {use} of them; {cls.remedy}.")
+        got, remedy = f"{use} of them", cls.remedy
+        replacement = _running_replacement(cls.operations.values())
+        if replacement is not None:
+            name, function = replacement
+            function_name = getattr(function, "__qualname__", type(function).__qualname__)
+            got += f" in {function.__module__}.{function_name}, which replaces torch.nn.functional.{name}"
+            remedy = f"restore PyTorch's {name}, which Liger replaces with the option {name}=True"
+        raise error(message("logits", cls.supported, got, remedy))
+
+
+def _running_replacement(names: Iterable[str]) -> tuple[str, Callable] | None:
+    """Return (name, function) of a function that someone put into torch.nn.functional, if it is running and
+    has not called PyTorch's own; else None."""
+    replacements = {}
+    for name in names:
+        function = vars(F).get(name)
+        # functools.wraps gives a wrapper the names of PyTorch's function, but not its globals.
+        if function is not None and getattr(function, "__globals__", None) is not vars(F):
+            code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+            replacements[code] = name, function
+    frame = sys._getframe(1)
+    while replacements and frame is not None and frame.f_globals is not vars(F):
+        if frame.f_code in replacements:
+            return replacements[frame.f_code]
+        frame = frame.f_back
+    return None

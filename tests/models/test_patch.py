@@ -136,6 +136,33 @@ def test_uses_that_need_the_logits_are_refused(use):
     assert isinstance(model(IDS).logits, torch.Tensor)
 
 
+def test_cross_entropy_of_pytorch_that_is_replaced(monkeypatch):
+    """A wrapper that calls PyTorch's function is supported; Liger's function reads the logits."""
+    model = tiny_model()
+
+    def liger_cross_entropy(input, target, **options):
+        return input.new_zeros(input.stride()).sum()
+
+    class Halved:
+        def __call__(self, input, target, **options):
+            return 0.5 * cross_entropy(input, target, **options)
+
+    for replacement in (lambda *args, **options: 0.5 * cross_entropy(*args, **options), Halved()):
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.functional, "cross_entropy", replacement)
+            expected = model(**INPUTS).loss
+            undo = patch_model(model)
+            torch.testing.assert_close(model(**INPUTS).loss, expected)
+            undo()
+    patch_model(model)
+    monkeypatch.setattr(nn.functional, "cross_entropy", liger_cross_entropy)
+    expected = "in .*liger_cross_entropy, which replaces torch.nn.functional.cross_entropy; restore PyTorch's"
+    with pytest.raises(AttributeError, match=f"got 'new_zeros' of them {expected}"):
+        model(**INPUTS)
+    monkeypatch.undo()
+    assert model(**INPUTS).loss.isfinite()
+
+
 def test_a_tuple_would_have_no_place_for_logits():
     model = tiny_model()
     patch_model(model)
