@@ -12,7 +12,7 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-frameworks test-oldest test-gpu test-gpus test-peers mutants random lint docs
+.PHONY: demo test test-all test-frameworks test-oldest test-newest test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -51,6 +51,14 @@ test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORME
 	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_parity.py
 	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
 	    tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
+
+# The newest transformers, which renames arguments and decorates forward passes, for logitless.models and the fused layers.
+# What docs/models.md says of every class is of the venv's.
+NEW_TRANSFORMERS := 5.24.0
+test-newest: $(VENV)/transformers-$(NEW_TRANSFORMERS)/.ready
+	PYTHONPATH=$(VENV)/transformers-$(NEW_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
+	    tests/layers/test_bodies.py tests/layers/test_rewrite.py tests/layers/test_fuse_layers.py tests/layers/test_fused_models.py \
+	    tests/models/test_activations.py tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, beside the wheels of the other libraries.
 test-peers: $(VENV)/peers/.ready
@@ -93,6 +101,10 @@ $(VENV)/peers/.ready: $(VENV)/.ready
 $(VENV)/trl-%/.ready: $(VENV)/.ready
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) trl==$*
 	cp $$($(PY) -c "import trl.kernels; print(trl.kernels.__path__[0])")/*.py $(@D)/trl/kernels/
+	touch $@
+
+$(VENV)/transformers-$(NEW_TRANSFORMERS)/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) transformers==$(NEW_TRANSFORMERS)
 	touch $@
 
 $(VENV)/transformers-%/.ready: $(VENV)/.ready

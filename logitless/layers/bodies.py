@@ -7,6 +7,7 @@ fused, each module is also run on a few random values and compared with the oper
 
 import ast
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -116,6 +117,7 @@ def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rota
     Returns:
         (name in the source -> (function, table entry); names of rotations that are not in the table).
     """
+    function = inspect.unwrap(function)
     rotations = {}
     unrecognized = []
     for name in _called_rotations(function):

@@ -190,6 +190,10 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
         # The report already names the norm.
         is_norm = "Norm" in type(module).__name__
         return (), None, reason or ("" if is_norm else "no statements that can be fused")
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if hasattr(module, "_apply_gate") and implementation not in (None, "eager"):
+        # The decorator of transformers' experts calls their forward pass for "eager" only.
+        return (), None, f"experts_implementation {implementation!r} runs other code"
     return (
         rewritten.replaced,
         exchange(module, KEY, fused_forwards.rewritten_forward, rewritten.function),

@@ -22,6 +22,8 @@ from logitless.layers.bodies import Norm, Rotation, activation_of, apply_norm, a
 KEY = "layers"
 # Table entry of torch's LayerNorm. It is one kernel already; only an addition before it is fused.
 LAYER_NORM = Norm("single", "eps", center=True)
+# Arguments of attentions and decoder layers that hold the keys and values of earlier tokens in generation.
+CACHES = ("cache", "past_key_values", "layer_past", "cache_params")
 PLAIN_TYPES = (Tensor, nn.Parameter)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,8 +53,8 @@ def rewritten_forward(
     module: nn.Module, new_forward: FunctionType, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """Forward pass of a module in whose `forward` `rewrite.py` has replaced statements."""
-    is_generation = kwargs.get("past_key_values") is not None and not torch.is_grad_enabled()
-    if is_generation or _is_transformed():
+    has_cache = any(kwargs.get(name) is not None for name in CACHES)
+    if (has_cache and not torch.is_grad_enabled()) or _is_transformed():
         return original(*args, **kwargs)
     return new_forward(module, *args, **kwargs)
 

@@ -15,11 +15,13 @@ passes of decoder layers and attentions is needed.
 """
 
 import ast
+import functools
+import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from logitless.layers.source import UnrecognizedSource, tree_of
+from logitless.layers.source import UnrecognizedSource, rewrap, tree_of
 from logitless.layers.statements import (
     FusibleNames,
     find_norm_before,
@@ -50,25 +52,27 @@ def rewrite(function: FunctionType, fusible: FusibleNames, bindings: dict[str, A
     """Return the function with fused statements, or None if it has none that can be fused.
 
     Args:
-        function: a forward pass.
+        function: a forward pass. Its decorators are kept, around the rewritten function.
         fusible: the names in its source that can be fused.
         bindings: name -> value for the names in the new statements, and for the rotations.
 
     Raises:
-        UnrecognizedSource: the source cannot be compiled outside of its class.
+        UnrecognizedSource: the source cannot be compiled outside of its class, or as for `rewrap`.
     """
     if not any(fusible):
         return None
-    tree = tree_of(function)
+    written = inspect.unwrap(function)
+    tree = tree_of(written)
     rewriter = _Rewriter(tree, fusible)
     tree = rewriter.visit(tree)
     if not rewriter.replaced:
         return None
-    if function.__code__.co_freevars or any(
+    if written.__code__.co_freevars or any(
         name.startswith("__") and not name.endswith("__") for name in _names_in(tree)
     ):
         raise UnrecognizedSource("its forward pass depends on where it is defined")
-    return Rewritten(_compile(function, tree, bindings), tuple(dict.fromkeys(rewriter.replaced)))
+    new = rewrap(function, _compile(written, tree, bindings))
+    return Rewritten(new, tuple(dict.fromkeys(rewriter.replaced)))
 
 
 def _names_in(tree: ast.AST) -> list[str]:
@@ -94,8 +98,8 @@ def _compile(function: FunctionType, tree: ast.FunctionDef, bindings: dict[str, 
     new = namespace["make"](**bindings)
     new.__defaults__ = function.__defaults__
     new.__kwdefaults__ = function.__kwdefaults__
-    new.__qualname__ = function.__qualname__
-    new.__module__ = function.__module__
+    functools.update_wrapper(new, function)
+    del new.__wrapped__  # `inspect.unwrap` would return the function before the rewriting
     return new
 
 

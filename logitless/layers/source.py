@@ -1,18 +1,14 @@
 """The source of a module's forward pass, and its fingerprint together with all functions that it calls."""
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
-from types import FunctionType
+from collections.abc import Callable
+from types import CellType, FunctionType
 
 from torch import nn
-
-# Wrappers (module, function name) of a class's forward that do not change its result. Other wrappers may.
-HARMLESS_WRAPPERS = {
-    ("transformers.modeling_layers", "forward_with_checkpointing"),
-    ("logitless.exchange", "exchanged_forward"),
-}
 
 
 class UnrecognizedSource(Exception):
@@ -20,23 +16,60 @@ class UnrecognizedSource(Exception):
 
 
 def forward_of(module: nn.Module) -> FunctionType:
-    """Return the forward pass in the source of the module's class.
+    """Return the forward pass of the module's class, with its decorators.
 
     Raises:
-        UnrecognizedSource: the module runs another function: one that is set on the instance, or a wrapper.
+        UnrecognizedSource: the module runs another function, or one that is not written in Python.
     """
     if "forward" in module.__dict__:
         raise UnrecognizedSource("a forward attribute is set on this instance")
     function = type(module).forward
-    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
-        code = function.__code__
-        module_name = function.__globals__.get("__name__")
-        if (module_name, code.co_name) not in HARMLESS_WRAPPERS:
-            raise UnrecognizedSource(f"its forward pass is wrapped by {code.co_name} of {module_name}")
-        function = wrapped
-    if not isinstance(function, FunctionType):
+    if not isinstance(inspect.unwrap(function), FunctionType):
         raise UnrecognizedSource("its forward pass is not a Python function")
     return function
+
+
+def rewrap(function: FunctionType, new: FunctionType) -> FunctionType:
+    """Return a copy of a decorated function whose decorators call `new` instead of the written function.
+
+    A decorator (made with `functools.wraps`) holds the function that it calls in its closure. Its code before
+    and after the call is kept, whatever it does: convert arguments, checkpoint, choose another function.
+
+    Raises:
+        UnrecognizedSource: a decorator does not hold the function that it calls in its closure.
+    """
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None:
+        return new
+    cells = getattr(function, "__closure__", None) or ()
+    is_held = [_contents(cell) is wrapped for cell in cells]
+    if not any(is_held):
+        raise UnrecognizedSource(f"its forward pass is wrapped by {_describe(function)}")
+    inner = rewrap(wrapped, new)
+    closure = tuple(CellType(inner) if held else cell for cell, held in zip(cells, is_held))
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    copy.__wrapped__ = inner
+    return copy
+
+
+def _contents(cell: CellType) -> object:
+    """Return the value in a cell; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _describe(function: Callable) -> str:
+    """Return name and module of a decorator's code."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__name__
+    return f"{code.co_name} of {function.__globals__.get('__name__')}"
 
 
 def tree_of(function: FunctionType) -> ast.FunctionDef:
@@ -45,8 +78,11 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
     Line numbers are those of the file.
 
     Raises:
-        UnrecognizedSource: the source is not available, or is not that of a function.
+        UnrecognizedSource: the source is not available, is not that of a function, or does not tell what a
+            decorator adds.
     """
+    if hasattr(function, "__wrapped__"):
+        raise UnrecognizedSource(f"its forward pass is wrapped by {_describe(function)}")
     try:
         lines, start = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]

@@ -480,10 +480,11 @@ def _forward(backbone: nn.Module, handle: FitHandle, original: Callable, *args: 
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         raise value_error("model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
-        remedy = "train without a cache, and without prefix tuning"
-        raise value_error("past_key_values", "None under an activation budget", type(cache).__name__, remedy)
+    # transformers 5.24 renames the second to the first.
+    for name in ("cache", "past_key_values"):
+        if (cache := kwargs.get(name)) is not None:
+            remedy = "train without a cache, and without prefix tuning"
+            raise value_error(name, "None under an activation budget", type(cache).__name__, remedy)
     if kwargs.get("use_cache") is None and "use_cache" in _forward_parameters(type(backbone)):
         kwargs["use_cache"] = False  # a recomputed layer would append to the cache twice
     forward_pass = ForwardPass(handle)

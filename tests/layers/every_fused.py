@@ -112,6 +112,13 @@ def markdown(found: list[Row]) -> str:
     )
 
 
+def documented() -> dict[str, str]:
+    """What the page says is fused, by class."""
+    table = PAGE.read_text().partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {name: what for what, names in rows[1:] for name in names.split(", ")}
+
+
 def families() -> str:
     """What is fused in each family that is tested in every way, from the tests' own table."""
     lines = ["| family | attention | decoder layer | MLP |", "|---|---|---|---|"]

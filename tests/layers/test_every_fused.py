@@ -1,8 +1,9 @@
-"""Every language model of transformers with fused layers: its own loss and gradients, or untouched."""
+"""Every language model of transformers with fused layers: its own loss and gradients, and the parts that
+docs/layers.md says are fused."""
 
 import pytest
 
-from tests.layers.every_fused import classes, compare
+from tests.layers.every_fused import classes, compare, documented
 
 
 @pytest.mark.slow
@@ -11,4 +12,6 @@ def test_it_gives_what_the_stock_model_gives_or_is_untouched(name):
     row = compare(name)
     if row.verdict == "not run":
         pytest.skip(row.detail)
-    assert row.verdict in ("equal", "untouched"), row
+    fused = documented().get(name)
+    assert row.verdict == ("equal" if fused else "untouched"), row
+    assert fused in (row.detail, None), row

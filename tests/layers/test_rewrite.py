@@ -1,6 +1,7 @@
 """Which statements of a forward pass are replaced, that all others stay, and that each replacement computes
 the same as the statements."""
 
+import functools
 import inspect
 import traceback
 
@@ -17,6 +18,7 @@ from logitless.layers.rewrite import rewrite
 from logitless.layers.source import UnrecognizedSource
 from logitless.layers.statements import FusibleNames
 from logitless.models import fuse_layers
+from tests.layers.tiny import assert_same, counted, step, tiny
 
 NORMS = frozenset({"norm", "q_norm", "k_norm"})
 KNOWN = FusibleNames(NORMS, NORMS, frozenset({"act"}), frozenset({"apply_rotary_pos_emb"}))
@@ -34,6 +36,31 @@ def fuses(*what: str):
         return cls
 
     return add
+
+
+def renamed(old: str, new: str):
+    """Decorator that renames an argument, as transformers' `deprecate_kwarg`."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def renaming(*args, **kwargs):
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return renaming
+
+    return decorate
+
+
+def doubled(function):
+    """Decorator that changes the result."""
+
+    @functools.wraps(function)
+    def doubling(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
+
+    return doubling
 
 
 class Base(nn.Module):
@@ -289,6 +316,16 @@ class NormOfAllHeads(Base):
         return q, k
 
 
+@fuses(ADD, GATE)
+class Decorated(Base):
+    @doubled
+    @renamed("residual", "r")
+    def forward(self, x, r):
+        x = r + x
+        y = self.norm(x)
+        return self.act(y) * x
+
+
 def outcome(module: nn.Module, x: Tensor, r: Tensor) -> list[Tensor]:
     """Results, and gradients of all that has one."""
     x, r = x.detach().requires_grad_(), r.detach().requires_grad_()
@@ -447,26 +484,81 @@ def test_what_cannot_be_told_from_the_source():
             rewrite(cls.forward, KNOWN, {})
 
 
-def test_a_class_whose_forward_is_wrapped_is_left_alone():
-    import functools
+def test_decorators_run_around_the_rewritten_forward():
+    module, (x, r) = Decorated(), operands()
+    wanted = module(x, residual=r)
+    fuse_layers(module)
+    with counted() as calls:
+        torch.testing.assert_close(module(x, residual=r), wanted)
+    assert calls == {"add_rms_norm": 1, "gated": 1}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rest'"):
+        module(x, rest=r)
 
-    class WrappedAttention(Base):
+
+def test_a_decorator_that_is_not_a_closure_is_left_alone():
+    class Calling:
+        def __init__(self, function):
+            functools.update_wrapper(self, function)
+
+        def __get__(self, module, cls):
+            return self if module is None else functools.partial(self.__wrapped__, module)
+
+    class Attention(Base):
+        @Calling
         def forward(self, x, r):
             return self.act(x) * r
 
-    stock = WrappedAttention.forward
-
-    @functools.wraps(stock)
-    def doubled(self, *args):
-        return 2 * stock(self, *args)
-
-    WrappedAttention.forward = doubled
-    module = WrappedAttention()
-    x, r = operands()
+    module, (x, r) = Attention(), operands()
     wanted = module(x, r)
     report = fuse_layers(module).report
-    assert report.skipped[""] == f"its forward pass is wrapped by doubled of {__name__}"
-    torch.testing.assert_close(module(x, r), wanted)
+    assert report.skipped[""] == "its forward pass is wrapped by Calling"
+    assert torch.equal(module(x, r), wanted)
+
+
+def test_a_decorated_norm_is_left_alone():
+    class DoubledNorm(LlamaRMSNorm):
+        @doubled
+        def forward(self, hidden_states):
+            return super().forward(hidden_states)
+
+    module, (x, r) = Plain(), operands()
+    module.norm = DoubledNorm(8)
+    wanted = outcome(module, x, r)
+    report = fuse_layers(module).report
+    assert report.skipped["norm"] == f"its forward pass is wrapped by doubling of {__name__}"
+    assert "" not in report.fused and all(map(torch.equal, outcome(module, x, r), wanted))
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "layer_past"])
+def test_a_call_with_a_cache_and_without_gradients_runs_the_models_code(name):
+    class WithCache(Base):
+        def forward(self, x, r, **kwargs):
+            return self.act(x) * r
+
+    module, (x, r) = WithCache(), operands()
+    fuse_layers(module)
+    with counted() as calls, torch.no_grad():
+        module(x, r, **{name: object()})
+        assert not calls
+        module(x, r, **{name: None})
+    assert calls == {"gated": 1}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_are_fused_where_their_forward_pass_runs(implementation):
+    model = tiny("Mixtral")
+    model.set_experts_implementation(implementation)
+    wanted = step(model)
+    report = fuse_layers(model).report
+    experts = {name for name, cls in report.classes.items() if cls == "MixtralExperts"}
+    if implementation == "eager":
+        assert {report.fused[name] for name in experts} == {("gate act_fn of both halves of one tensor",)}
+    else:
+        reason = "experts_implementation 'grouped_mm' runs other code"
+        assert not experts & report.fused.keys() and {report.skipped[name] for name in experts} == {reason}
+    with counted() as calls:
+        assert_same(step(model), wanted)
+    assert (calls["gated"] > 0) == (implementation == "eager")
 
 
 def test_the_rotation_of_the_models_file_is_not_touched():
