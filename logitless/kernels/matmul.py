@@ -18,7 +18,7 @@ from logitless.kernels import plans_elsewhere
 
 
 @functools.cache
-def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
+def has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether the device multiplies `dtype` matrices with fp32 results, determined by a small product."""
     with unset_fake_temporarily():  # a product of fake tensors succeeds on every device
         try:
@@ -46,7 +46,7 @@ def piece_bytes(device: torch.device, dtype: torch.dtype, logits_dtype: torch.dt
     if dtype == wide:
         return 0
     # All GPUs that can be planned for from another machine support products with fp32 results.
-    if wide == torch.float32 and (plans_elsewhere() or _has_out_dtype(device.type, dtype)):
+    if wide == torch.float32 and (plans_elsewhere() or has_out_dtype(device.type, dtype)):
         return 0
     return min(V, _piece(V)) * H * wide.itemsize
 
@@ -55,7 +55,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """`out[C, V] = hidden @ weight.T`, in the dtype of `out`: that of the operands or a wider dtype."""
     if out.dtype == hidden.dtype:
         return torch.mm(hidden, weight.t(), out=out)
-    if out.dtype == torch.float32 and _has_out_dtype(hidden.device.type, hidden.dtype):
+    if out.dtype == torch.float32 and has_out_dtype(hidden.device.type, hidden.dtype):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     wide = hidden.to(out.dtype)
     for piece in _vocabulary_pieces(weight.shape[0]):
@@ -70,7 +70,7 @@ def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     dtype = d_logits.dtype
     if out.dtype == dtype and (device != "cpu" or dtype == torch.promote_types(dtype, torch.float32)):
         return torch.mm(d_logits, weight, out=out)
-    if out.dtype == torch.float32 != dtype and _has_out_dtype(device, dtype):
+    if out.dtype == torch.float32 != dtype and has_out_dtype(device, dtype):
         return torch.mm(d_logits, weight, out_dtype=torch.float32, out=out)
     # CPUs may sum the long rows of half-precision products in half precision.
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -87,7 +87,7 @@ def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor, *, first: bool) 
     transposed = d_logits.t()
     if total.dtype == d_logits.dtype:
         torch.mm(transposed, hidden, out=total) if first else total.addmm_(transposed, hidden)
-    elif total.dtype == torch.float32 and _has_out_dtype(total.device.type, hidden.dtype):
+    elif total.dtype == torch.float32 and has_out_dtype(total.device.type, hidden.dtype):
         if first:
             torch.mm(transposed, hidden, out_dtype=torch.float32, out=total)
         else:

@@ -1,8 +1,9 @@
-"""Fused operators for the layers of a model: norms, rotary embeddings, gates and residual additions.
+"""Fused operators for the layers of a model: norms, rotary embeddings, gates, residual additions, LoRA.
 
 `norm`, `rope` and `gated` are the operators: launcher and PyTorch twin, with the Triton kernels in
 `*_triton.py`. `source`, `bodies`, `statements` and `rewrite` recognize the modules and statements of a model
-that compute the same as an operator; `fuse` and `fused_forwards` replace them by the operator. Users call the
+that compute the same as an operator; `fuse` and `fused_forwards` replace them by the operator. `lora` has the
+operator and the forward pass of PEFT's LoRA layers. Users call the
 operators from here and `fuse_layers` from `logitless.models`. `models` and the trainers use the operators and
 `fuse_layers`; the losses use neither.
 """

@@ -1,4 +1,4 @@
-"""`fuse_layers`: replace norms, rotations and gates of an existing model by fused operators."""
+"""`fuse_layers`: replace norms, rotations, gates and LoRA layers of an existing model by fused operators."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ from torch import nn
 
 from logitless.errors import type_error, value_error
 from logitless.exchange import exchange, state_of
-from logitless.layers import fused_forwards
+from logitless.layers import fused_forwards, lora
 from logitless.layers.bodies import (
     Rotation,
     activation_agrees,
@@ -46,11 +46,13 @@ class FusionReport:
         fused: name of a module -> descriptions of what was fused in it.
         skipped: name of a module -> reason why it, or a part of it, was not fused.
         classes: name of a module -> name of its class.
+        stock_calls: reason -> number of calls of fused LoRA layers that ran PEFT's own forward pass so far.
     """
 
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    stock_calls: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         lines = []
@@ -61,6 +63,9 @@ class FusionReport:
                     counts[self.classes[name], part] += 1
             lines.append(f"{title}:" if counts else f"{title}: none")
             lines += [f"  {number} x {cls}: {replaced}" for (cls, replaced), number in counts.items()]
+        if self.stock_calls:
+            lines.append("calls that ran PEFT's own forward pass:")
+            lines += [f"  {number} x {reason}" for reason, number in self.stock_calls.items()]
         return "\n".join(lines)
 
     def summary(self) -> str:
@@ -85,16 +90,18 @@ class FusionHandle:
 
 
 def fuse_layers(model: nn.Module) -> FusionHandle:
-    """Fuse the elementwise operations between a model's matrix products: norms, rotary embeddings, gates.
+    """Fuse the elementwise operations between a model's matrix products: norms, rotations, gates, LoRA.
 
     A residual addition is fused with the norm before or after it, the norms of queries and keys with their
-    rotation, and the activation of a gated MLP with its product. Loss and gradients change by rounding only;
-    weights, names, hooks, checkpointing and `state_dict` do not change. Only the modules of this model are
-    changed; other models of its class are not.
+    rotation, the activation of a gated MLP with its product, and the additions, scalings and casts of PEFT's
+    LoRA layers with their products. Loss and gradients change by rounding only; weights, names, hooks,
+    checkpointing and `state_dict` do not change. Only the modules of this model are changed; other models of
+    its class are not.
 
     Args:
         model: a model of transformers, or a module with such layers. It may have PEFT adapters, and may be
-            sharded by FSDP2 before or after.
+            sharded by FSDP2 before or after. Add adapters first: LoRA layers that are added later run PEFT's
+            own code.
 
     Returns:
         A `FusionHandle`. Calling it undoes the fusion. Its `report` lists the fused modules, and the others
@@ -113,7 +120,7 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     """
     if not isinstance(model, nn.Module):
         raise type_error("model", "a module", type(model).__name__, "pass a model")
-    fused_modules = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
+    fused_modules = [name for name, module in model.named_modules() if _is_fused(module)]
     if fused_modules:
         raise value_error(
             "model", "one that is not fused", f"{len(fused_modules)} fused modules", "undo that first"
@@ -121,7 +128,8 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     report = FusionReport()
     undo_functions = []
     try:
-        for fuse in (_fuse_norm, _fuse_other_layers):
+        fuse_lora = functools.partial(_fuse_lora, stock_calls=report.stock_calls)
+        for fuse in (_fuse_norm, fuse_lora, _fuse_other_layers):
             for name, module in model.named_modules():
                 if name not in report.fused:
                     _try_fuse(fuse, name, module, report, undo_functions)
@@ -131,7 +139,7 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     if not undo_functions:
         raise value_error(
             "model",
-            "norms, rotary embeddings or gated MLPs with a known source",
+            "norms, rotary embeddings, gated MLPs or LoRA layers with a known source",
             f"{type(model).__name__} with none ({_summarize_reasons(report)})",
             "use the model without fuse_layers, or see docs/layers.md",
         )
@@ -139,10 +147,14 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     return FusionHandle(report, tuple(undo_functions))
 
 
+def _is_fused(module: nn.Module) -> bool:
+    return state_of(module, KEY) is not None or state_of(module, lora.KEY) is not None
+
+
 def _try_fuse(
     fuse: Callable, name: str, module: nn.Module, report: FusionReport, undo_functions: list
 ) -> None:
-    """Apply `fuse` (`_fuse_norm` or `_fuse_other_layers`) to a module, and record the result."""
+    """Apply one of the functions `_fuse_...` to a module, and record the result."""
     report.classes[name] = type(module).__name__
     try:
         replaced, undo, reason_for_rest = fuse(module)
@@ -154,7 +166,8 @@ def _try_fuse(
         report.fused[name] = replaced
         undo_functions.append(undo)
         report.skipped.pop(name, None)
-    if reason_for_rest and REPORTED_CLASSES.search(type(module).__name__):
+    is_reported = REPORTED_CLASSES.search(type(module).__name__) or lora.is_lora_layer(module)
+    if reason_for_rest and is_reported:
         report.skipped[name] = reason_for_rest
 
 
@@ -172,8 +185,21 @@ def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] |
     return ("norm",), exchange(module, KEY, fused_forwards.norm_forward, body), ""
 
 
+def _fuse_lora(
+    module: nn.Module, stock_calls: Counter[str]
+) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
+    """Fuse a LoRA layer of PEFT. Returns as `_fuse_norm`."""
+    if not lora.is_lora_layer(module):
+        return (), None, ""
+    lora.check(module)
+    state = lora.Fused(type(module).forward, stock_calls)
+    return ("LoRA",), exchange(module, lora.KEY, lora.projection_forward, state), ""
+
+
 def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
     """Fuse the additions, norms, rotations and gates in a forward pass. Returns as `_fuse_norm`."""
+    if lora.is_lora_layer(module):
+        return (), None, ""
     # Not named_children, which omits the second name of a module.
     children = {name: child for name, child in module._modules.items() if child is not None}
     bodies = {name: fused_forwards.body_of(child) for name, child in children.items()}

@@ -44,7 +44,7 @@ def norm_forward(module: nn.Module, body: Norm, original: Callable, *args: Any, 
     if len(args) == 2 and type(args[1]) is Addition:
         return _run_norm_with_addition(module, body, *args)
     weight = getattr(module, "weight", None)
-    if len(args) != 1 or kwargs or _is_transformed() or not _is_plain(*args, weight):
+    if len(args) != 1 or kwargs or is_transformed() or not _is_plain(*args, weight):
         return original(*args, **kwargs)
     return apply_norm(body, module, args[0], weight)
 
@@ -54,7 +54,7 @@ def rewritten_forward(
 ) -> Any:
     """Forward pass of a module in whose `forward` `rewrite.py` has replaced statements."""
     has_cache = any(kwargs.get(name) is not None for name in CACHES)
-    if (has_cache and not torch.is_grad_enabled()) or _is_transformed():
+    if (has_cache and not torch.is_grad_enabled()) or is_transformed():
         return original(*args, **kwargs)
     return new_forward(module, *args, **kwargs)
 
@@ -220,7 +220,7 @@ def _are_equal_norms(norms: tuple[nn.Module, nn.Module], bodies: list[Norm | Non
     return getattr(norms[0], first.eps) == getattr(norms[1], second.eps)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether the model runs under torch.compile, a functorch transform such as vmap, or torch.jit.trace."""
     return (
         torch.compiler.is_compiling()

@@ -72,7 +72,7 @@ def test_accumulate(dtype, out_dtype, vocab):
 
 def test_a_fake_product_says_nothing_of_the_device():
     """A call on fake tensors may be the first to ask whether a device has a product."""
-    matmul._has_out_dtype.cache_clear()
+    matmul.has_out_dtype.cache_clear()
 
     def projected() -> torch.Tensor:
         hidden, weight = torch.ones(3, 4, dtype=torch.float16), torch.ones(5, 4, dtype=torch.float16)

@@ -1,0 +1,315 @@
+"""LoRA projections of PEFT: y = x W' + b + s (dropout(x) A') B', with frozen W and b.
+
+    h   = s x A'          y   = x W' + b;  y += h B'
+    d_h = s d_y B         d_B = d_y' h     d_A = d_h' x     d_x = d_y W;  d_x += d_h A
+
+PEFT's layer casts x to the adapter's fp32 and, under autocast, back; multiplies by s and adds in kernels of
+their own, forward and backward; and keeps a copy of x for each projection. Here the products accumulate the
+sums, s is applied to h and d_h, which have r numbers a token, and x, h, A and B are saved in the products'
+dtype. W in a wider dtype is cast in the forward pass and again in the backward pass. Results differ from
+PEFT's by rounding. Dropout masks are drawn in PEFT's order.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from logitless.kernels.matmul import has_out_dtype
+from logitless.layers.fused_forwards import PLAIN_TYPES, is_transformed, is_untouched
+from logitless.layers.source import UnrecognizedSource, forward_of
+
+logger = logging.getLogger(__name__)
+
+KEY = "lora"
+# Module and name of the class that is fused. Its subclasses may compute something else.
+PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
+
+
+class Projection(NamedTuple):
+    """What a LoRA layer computes with in one call."""
+
+    weight: Tensor  # (O, K)
+    bias: Tensor | None  # (O,)
+    a: Tensor  # (r, K)
+    b: Tensor  # (O, r)
+    scale: float
+    dropout: float  # probability; 0 in evaluation mode
+
+
+class Fused(NamedTuple):
+    """State of a fused LoRA layer.
+
+    Attributes:
+        forward: PEFT's forward pass when the layer was fused.
+        stock_calls: reason -> number of calls that ran PEFT's forward pass, in all layers of a model.
+    """
+
+    forward: Callable
+    stock_calls: Counter
+
+
+def is_lora_layer(module: nn.Module) -> bool:
+    """Whether the module is one of PEFT's LoRA layers, of any class."""
+    return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B", "active_adapters"))
+
+
+def check(module: nn.Module) -> None:
+    """Check that a LoRA layer can be fused.
+
+    Raises:
+        UnrecognizedSource: the layer computes something else, whatever its adapters are later set to.
+    """
+    cls = type(module)
+    if (cls.__module__, cls.__qualname__) != PEFT_LINEAR:
+        raise UnrecognizedSource(f"it is {cls.__module__}.{cls.__qualname__}")
+    function = forward_of(module)
+    if type(module.base_layer) is not nn.Linear:
+        raise UnrecognizedSource(f"its base layer is {type(module.base_layer).__name__}")
+    if variants := {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}:
+        raise UnrecognizedSource(f"its adapter is {', '.join(sorted(variants))}")
+    if any(getattr(b, "bias", None) is not None for b in module.lora_B.values()):
+        raise UnrecognizedSource("its adapter has a bias")
+    if not _agrees(module, function):
+        raise UnrecognizedSource("its results differ from those of plain LoRA")
+
+
+def _agrees(module: nn.Module, function: Callable) -> bool:
+    """Whether PEFT's forward pass, with small layers in place of the module's, gives plain LoRA's results."""
+    probe = object.__new__(type(module))
+    probe.__dict__ |= module.__dict__ | {
+        "_active_adapter": ["probe"],
+        "_disable_adapters": False,
+        "merged_adapters": [],
+        "scaling": {"probe": 0.7},
+    }
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            probe.__dict__["_modules"], x, y = _small_layers()
+            return torch.allclose(function(probe, x), y, atol=1e-5)
+    except Exception:  # then its results do not agree
+        return False
+
+
+@functools.cache
+def _small_layers() -> tuple[dict[str, nn.Module], Tensor, Tensor]:
+    """Return (children of a LoRA layer with the adapter "probe" and scale 0.7, input, result)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+        layer = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight)
+        layer.bias = None if bias is None else nn.Parameter(bias)
+        return layer
+
+    x, weight, bias, a, b = randn(3, 6), randn(5, 6), randn(5), randn(2, 6), randn(5, 2)
+    adapter = {"lora_A": linear(a), "lora_B": linear(b), "lora_dropout": nn.Identity()}
+    children = {name: nn.ModuleDict({"probe": layer}) for name, layer in adapter.items()}
+    children["base_layer"] = linear(weight, bias)
+    return children, x, x @ weight.t() + bias + 0.7 * (x @ a.t() @ b.t())
+
+
+def projection_forward(
+    module: nn.Module, state: Fused, original: Callable, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Forward pass of a fused LoRA layer."""
+    if is_transformed():
+        return original(*args, **kwargs)
+    if len(args) != 1 or kwargs:
+        found = "it is called with other arguments than x"
+    elif getattr(original, "func", None) is not state.forward:
+        found = "PEFT's forward pass was replaced"
+    else:
+        found = read(module, args[0])
+    if type(found) is str:
+        if found not in state.stock_calls:
+            logger.info("LoRA layers run PEFT's own forward pass where %s", found)
+        state.stock_calls[found] += 1
+        return original(*args, **kwargs)
+    return project(args[0], [found])[0]
+
+
+def read(module: nn.Module, x: Tensor) -> Projection | str:
+    """Return what the layer computes with, or the reason why PEFT's own forward pass must run."""
+    if module.disable_adapters:
+        return "adapters are disabled"
+    if module.merged_adapters:
+        return "adapters are merged"
+    names = module.active_adapters
+    if len(names) != 1 or names[0] not in module.lora_A:
+        return "no adapter is active" if len(names) < 2 else "several adapters are active"
+    (name,) = names
+    base, lora_a, lora_b = module.base_layer, module.lora_A[name], module.lora_B[name]
+    dropout, scale = module.lora_dropout[name], module.scaling[name]
+    if getattr(module, "lora_variant", {}).get(name) is not None:
+        return "the adapter is not plain LoRA"
+    for layer in (base, lora_a, lora_b):
+        if type(layer) is not nn.Linear:
+            return f"a layer of the projection is {type(layer).__name__}"
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return f"the dropout is {type(dropout).__name__}"
+    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    if lora_a.bias is not None or lora_b.bias is not None or type(scale) not in (int, float) or p >= 1:
+        return "the adapter is not plain LoRA"
+    if not all(map(is_untouched, (base, lora_a, lora_b, dropout))):
+        return "a layer of the projection has hooks or a forward attribute"
+    weight, bias, a, b = base.weight, base.bias, lora_a.weight, lora_b.weight
+    if weight.requires_grad or bias is not None and bias.requires_grad:
+        return "the base layer is trained"
+    tensors = [x, weight, a, b] if bias is None else [x, weight, a, b, bias]
+    # ZeRO-3 leaves empty parameters.
+    if not all(type(t) in PLAIN_TYPES for t in tensors) or x.is_meta or x.shape[-1:] != weight.shape[1:]:
+        return "a parameter or the input is not a plain tensor"
+    dtype = compute_dtype(x)
+    if dtype == x.dtype and all(t.dtype == dtype for t in tensors):
+        return Projection(weight, bias, a, b, scale, p)
+    if not torch.is_autocast_enabled(x.device.type):
+        # PEFT computes a wider adapter in its own dtype.
+        return "input, weights and adapters have several dtypes, without autocast"
+    if not all(t.dtype in (dtype, torch.float32) for t in tensors):
+        return "a tensor has a dtype that autocast does not cast"
+    return Projection(weight, bias, a, b, scale, p)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's products: autocast's, or that of its input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def project(x: Tensor, projections: list[Projection]) -> tuple[Tensor, ...]:
+    """Return the results of projections of one input (..., K), each (..., O)."""
+    weights, biases, many_a, many_b, scales, dropouts = zip(*projections)
+    # Cast by autograd, so that it is known as a copy of x where tensors are recomputed.
+    return _Projections.apply(x.to(compute_dtype(x)), scales, dropouts, *weights, *biases, *many_a, *many_b)
+
+
+class _Projections(torch.autograd.Function):
+    """n projections of one x: 2 n + 1 products in the forward pass, 3 n + 2 in the backward pass.
+
+    With dropout, the inputs of A differ: 3 n products, and 4 n. Products are written with `out` or in place,
+    to which autocast does not apply.
+    """
+
+    @staticmethod
+    def forward(ctx, x, scales, dropouts, *tensors):
+        n = len(scales)
+        weights, biases, many_a, many_b = (tensors[i * n : (i + 1) * n] for i in range(4))
+        ranks = [a.shape[0] for a in many_a]
+        # Of the masked x, which is not rounded.
+        scales = [scale / (1 - p) for scale, p in zip(scales, dropouts)]
+        rows = x.reshape(-1, x.shape[-1])
+        a, many_b = _cast_adapters(many_a, many_b, ranks, x.dtype)
+        h = rows.new_empty(rows.shape[0], sum(ranks))
+        masks = [None] * n
+        if len(set(scales)) == 1 and not any(dropouts):
+            _scaled_product(rows, a.t(), scales[0], h)
+        else:
+            for i, (part, each) in enumerate(zip(h.split(ranks, 1), a.split(ranks))):
+                dropped = rows
+                if dropouts[i]:
+                    masks[i] = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - dropouts[i])
+                    dropped = rows * masks[i]
+                _scaled_product(dropped, each.t(), scales[i], part)
+        results = []
+        for weight, bias, part, b in zip(weights, biases, h.split(ranks, 1), many_b):
+            # Not a view: the caller may change it in place.
+            result = x.new_empty(*x.shape[:-1], weight.shape[0])
+            y = result.view(-1, weight.shape[0])
+            weight = weight.to(x.dtype).t()
+            if bias is None:
+                torch.mm(rows, weight, out=y)
+            else:
+                torch.addmm(bias.to(x.dtype), rows, weight, out=y)
+            y.addmm_(part, b.t())
+            results.append(result)
+        ctx.set_materialize_grads(False)
+        trains_a = any(ctx.needs_input_grad[3 + 2 * n : 3 + 3 * n])
+        ctx.save_for_backward(x if trains_a else None, h, a, *many_b, *weights, *masks)
+        ctx.scales, ctx.dropouts, ctx.ranks, ctx.shape = scales, dropouts, ranks, x.shape
+        ctx.dtypes = [each.dtype for each in tensors[2 * n :]]
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        n, ranks = len(ctx.scales), ctx.ranks
+        x, h, a, *rest = ctx.saved_tensors
+        many_b, weights, masks = (rest[i * n : (i + 1) * n] for i in range(3))
+        needs_x, needs_a = ctx.needs_input_grad[0], ctx.needs_input_grad[3 + 2 * n : 3 + 3 * n]
+        needs_b = ctx.needs_input_grad[3 + 3 * n :]
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        d_h = torch.empty_like(h)
+        d_x = h.new_empty(h.shape[0], ctx.shape[-1]) if needs_x else None
+        d_a, d_b = [None] * n, [None] * n
+        is_first = True
+        for i, (d_y, part, d_part) in enumerate(zip(grads, h.split(ranks, 1), d_h.split(ranks, 1))):
+            if d_y is None:
+                d_part.zero_()
+                continue
+            d_y = d_y.reshape(-1, d_y.shape[-1])
+            _scaled_product(d_y, many_b[i], ctx.scales[i], d_part)
+            if needs_b[i]:
+                d_b[i] = _product(d_y.t(), part, ctx.dtypes[n + i])
+            if needs_x:
+                weight = weights[i].to(d_y.dtype)
+                torch.mm(d_y, weight, out=d_x) if is_first else d_x.addmm_(d_y, weight)
+                is_first = False
+        if any(ctx.dropouts):
+            for i, (d_part, each) in enumerate(zip(d_h.split(ranks, 1), a.split(ranks))):
+                if grads[i] is None:
+                    continue
+                if needs_a[i]:
+                    dropped = rows if masks[i] is None else rows * masks[i]
+                    d_a[i] = _product(d_part.t(), dropped, ctx.dtypes[i])
+                if needs_x and masks[i] is None:
+                    d_x.addmm_(d_part, each)
+                elif needs_x:
+                    d_x.addcmul_(torch.mm(d_part, each, out=torch.empty_like(d_x)), masks[i])
+        else:
+            if any(needs_a):
+                parts = _product(d_h.t(), rows, ctx.dtypes[0]).split(ranks)
+                # A projection whose result is not used has no gradient, not zeros: AdamW would decay its A.
+                d_a = [
+                    part if needed and d_y is not None else None
+                    for part, needed, d_y in zip(parts, needs_a, grads)
+                ]
+            if needs_x:
+                d_x.addmm_(d_h, a)
+        d_x = None if d_x is None else d_x.view(ctx.shape)
+        return d_x, None, None, *[None] * (2 * n), *d_a, *d_b
+
+
+def _cast_adapters(
+    many_a: tuple[Tensor, ...], many_b: tuple[Tensor, ...], ranks: list[int], dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return all A, one below the other, and each B, in `dtype`."""
+    if all(each.dtype == dtype for each in (*many_a, *many_b)):
+        return torch.cat(many_a) if len(many_a) > 1 else many_a[0], many_b
+    a = many_a[0].new_empty(sum(ranks), many_a[0].shape[1], dtype=dtype)
+    cast_b = tuple(torch.empty_like(b, dtype=dtype) for b in many_b)
+    # One kernel.
+    torch._foreach_copy_([*a.split(ranks), *cast_b], [*many_a, *many_b])
+    return a, cast_b
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * a @ b."""
+    torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in `dtype`, which may be wider than that of a and b."""
+    is_direct = dtype == a.dtype or dtype == torch.float32 and has_out_dtype(a.device.type, a.dtype)
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype if is_direct else a.dtype)
+    if dtype == a.dtype or not is_direct:
+        return torch.mm(a, b, out=out).to(dtype)
+    return torch.mm(a, b, out_dtype=dtype, out=out)

@@ -1,0 +1,468 @@
+"""Fused LoRA layers: results and gradients are PEFT's, and what PEFT's own code computes is left to it."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from logitless.models import fit_activations, fuse_layers, patch_model
+from tests.layers.tiny import IDS, assert_same, step, tiny
+
+peft = pytest.importorskip("peft")
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+ALL = "all-linear"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def adapted(model: nn.Module, name: str = "default", **options: object) -> nn.Module:
+    """The model with LoRA adapters whose B is not zero, or the gradients of A would be."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ALL, "init_lora_weights": False} | options)
+    return peft.get_peft_model(model, config, adapter_name=name)
+
+
+def layer_of(model: nn.Module, name: str = Q) -> nn.Module:
+    return model.get_base_model().get_submodule(name)
+
+
+class Block(nn.Module):
+    """Two projections of one input."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 40, bias=bias)
+        self.second = nn.Linear(24, 16, bias=bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def block(*, bias: bool = False, dtype: torch.dtype = FP32, adapters: torch.dtype = FP32, **options: object):
+    torch.manual_seed(0)
+    model = adapted(Block(bias), target_modules=["first", "second"], **options)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(adapters if "lora_" in name else dtype)
+    return model
+
+
+def outcome(model: nn.Module, dtype: torch.dtype = FP32, seed: int = 5) -> dict[str, Tensor]:
+    """Results and gradients for random inputs that bf16 holds; inputs and masks depend on the seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().to(dtype)
+
+    x = random(3, 7, 24).requires_grad_()
+    torch.manual_seed(seed)
+    results = model(x)
+    model.zero_grad(set_to_none=True)
+    torch.autograd.backward(results, [random(*y.shape).to(y.dtype) for y in results])
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"first": results[0], "second": results[1], "x": x.grad} | gradients
+
+
+def assert_equal_outcomes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and value.norm() > 0, name
+        distance = (found[name] - value).norm() / value.norm()
+        assert distance <= 1e-6, f"{name}: {distance:.1e}"
+
+
+def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    return {name: ((found[name].double() - t).norm() / t.norm()).item() for name, t in truth.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 1},
+        {"r": 64, "lora_alpha": 16, "bias": True},
+        {"use_rslora": True},
+        {"rank_pattern": {"first": 3}, "alpha_pattern": {"second": 7}},
+        {"lora_dropout": 0.3, "bias": True},
+    ],
+    ids=["r 1", "r 64 and biases", "rslora", "patterns", "dropout"],
+)
+def test_results_and_gradients_in_fp32_are_those_of_peft(options):
+    options = dict(options)
+    model = block(bias=options.pop("bias", False), **options)
+    wanted = outcome(model)
+    report = fuse_layers(model).report
+    assert list(report.fused.values()) == [("LoRA",)] * 2
+    assert_equal_outcomes(outcome(model), wanted)
+    model.eval()
+    fused = outcome(model)
+    assert options.get("lora_dropout") is None or not torch.equal(fused["first"], wanted["first"])
+    assert not report.stock_calls
+
+
+@pytest.mark.parametrize("p", [0, 0.25], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    "base, adapters, x, autocast",
+    [
+        (BF16, FP32, BF16, True),
+        (FP32, FP32, FP32, True),
+        (FP32, FP32, BF16, True),
+        (BF16, BF16, BF16, True),
+        (BF16, BF16, BF16, False),
+    ],
+    ids=["TRL", "all fp32", "fp32 base", "bf16", "bf16 without autocast"],
+)
+def test_the_error_in_bf16_is_at_most_that_of_peft(base, adapters, x, autocast, p):
+    model = block(bias=True, dtype=base, adapters=adapters, lora_dropout=p, r=8)
+    for parameter in model.parameters():  # what bf16 holds, so that the truth has the same numbers
+        parameter.data = parameter.data.bfloat16().to(parameter.dtype)
+    truths = [outcome(copy.deepcopy(model).double(), FP64, seed) for seed in range(4)]
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        found = {"PEFT": [outcome(model, x, seed) for seed in range(4)]}
+        report = fuse_layers(model).report
+        found["fused"] = [outcome(model, x, seed) for seed in range(4)]
+    assert not report.stock_calls
+    for name in truths[0]:
+        assert found["fused"][0][name].dtype == found["PEFT"][0][name].dtype, name
+    pairs = {who: [errors(a, t) for a, t in zip(found[who], truths)] for who in found}
+    mean = {who: {n: sum(e[n] for e in many) / 4 for n in truths[0]} for who, many in pairs.items()}
+    ratios = {name: mean["fused"][name] / mean["PEFT"][name] for name in truths[0]}
+    assert min(mean["PEFT"].values()) > 1e-4
+    assert max(ratios.values()) < 1.1, ratios
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) <= 1.0, ratios
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "r": 16},
+        {"modules_to_save": ["lm_head"], "use_rslora": True},
+        {"lora_dropout": 0.2, "rank_pattern": {"q_proj": 2}},
+    ],
+    ids=["all linear layers", "some", "head and embeddings", "a head that is saved", "dropout"],
+)
+def test_losses_and_gradients_of_a_model_are_those_of_peft(options):
+    stock, model = (adapted(tiny("Qwen2"), **options) for _ in range(2))
+    fused = fuse_layers(model)
+    projections = [name for name, what in fused.report.fused.items() if what == ("LoRA",)]
+    assert len(projections) == sum(type(m) is peft.tuners.lora.Linear for m in stock.modules()) > 2
+    for each in (stock, model):
+        torch.manual_seed(3)
+        each.found = step(each)
+    assert_same(model.found, stock.found)
+    assert not fused.report.stock_calls
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_draws_the_same_masks_again(reentrant):
+    model = adapted(tiny("Qwen3"), lora_dropout=0.3)
+    model.enable_input_require_grads()
+    torch.manual_seed(3)
+    wanted = step(model)
+    fuse_layers(model)
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.manual_seed(3)
+    assert_same(step(model), wanted)
+
+
+def test_what_is_done_with_adapters_after_fusing():
+    model = adapted(tiny("Llama"), target_modules=["q_proj", "down_proj"])
+    stock = copy.deepcopy(model)
+    report = fuse_layers(model).report
+    wanted = step(stock)
+
+    def check(reason: str | None, **kwargs: object) -> None:
+        report.stock_calls.clear()
+        with torch.no_grad():
+            found, expected = (each(IDS, use_cache=False, **kwargs).logits for each in (model, stock))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert dict(report.stock_calls) == ({} if reason is None else {reason: 4})
+
+    check(None)
+    with model.disable_adapter(), stock.disable_adapter():
+        check("adapters are disabled")
+    for each in (model, stock):
+        torch.manual_seed(7)
+        config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], use_rslora=True)
+        each.add_adapter("other", config)
+        for name, parameter in each.named_parameters():
+            if "other" in name:
+                parameter.data.normal_(std=0.2)
+    check(None)
+    for each in (model, stock):
+        each.base_model.set_adapter(["default", "other"])
+    check("several adapters are active")
+    for each in (model, stock):
+        each.set_adapter("other")
+    check(None)
+    assert_same(step(model), step(stock))
+    for each in (model, stock):
+        each.eval()
+    names = ["default", "other"]
+    check("it is called with other arguments than x", adapter_names=names)
+    for each in (model, stock):
+        each.merge_adapter()
+    check("adapters are merged")
+    for each in (model, stock):
+        each.unmerge_adapter()
+        each.set_adapter("default")
+        each.train()
+    check(None)
+    assert_same(step(model), wanted, 1e-5)
+    for each in (model, stock):
+        each.delete_adapter("other")
+    check(None)
+    merged, expected = model.merge_and_unload(), stock.merge_and_unload()
+    torch.testing.assert_close(merged(IDS).logits, expected(IDS).logits)
+
+
+def test_a_reason_is_logged_once(caplog):
+    model = block()
+    fuse_layers(model)
+    with model.disable_adapter(), caplog.at_level("INFO", logger="logitless"):
+        model(torch.ones(2, 24))
+        model(torch.ones(2, 24))
+    assert [r.getMessage() for r in caplog.records] == [
+        "LoRA layers run PEFT's own forward pass where adapters are disabled"
+    ]
+
+
+def test_the_report_counts_calls_of_pefts_forward_pass():
+    model = block()
+    fused = fuse_layers(model)
+    assert str(fused.report).startswith("fused:\n  2 x Linear: LoRA\nnot fused: none")
+    with model.disable_adapter():
+        model(torch.ones(2, 24))
+    assert str(fused.report).endswith("PEFT's own forward pass:\n  2 x adapters are disabled")
+
+
+HOOKS = "a layer of the projection has hooks or a forward attribute"
+CHANGES = {
+    "base": (lambda m: m.base_layer.register_forward_hook(lambda *args: args[2] * 2), HOOKS),
+    "A": (lambda m: m.lora_A.default.register_forward_pre_hook(lambda m, args: (args[0] * 2,)), HOOKS),
+    "B": (lambda m: m.lora_B.default.register_full_backward_hook(lambda m, i, o: (i[0] * 2,)), HOOKS),
+    "dropout": (lambda m: m.lora_dropout.default.register_forward_hook(lambda *args: args[2] * 2), HOOKS),
+    "forward": (lambda m: setattr(m.base_layer, "forward", lambda x: x @ torch.ones(24, 40)), HOOKS),
+    "trained": (lambda m: m.base_layer.requires_grad_(True), "the base layer is trained"),
+    "another dropout": (
+        lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.1)}),
+        "the dropout is AlphaDropout",
+    ),
+    "scale": (lambda m: m.scaling.update(default=torch.tensor(0.3)), "the adapter is not plain LoRA"),
+    "dtype": (lambda m: m.lora_A.double() and m.lora_B.double(), "several dtypes, without autocast"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_a_part_run_pefts_code(name):
+    change, reason = CHANGES[name]
+    model, stock = block(), block()
+    plain = outcome(model)
+    report = fuse_layers(model).report
+    for each in (model, stock):
+        change(each.get_base_model().first)
+    found, wanted = outcome(model), outcome(stock)
+    assert_equal_outcomes(found, wanted)
+    assert [reason in known for known in report.stock_calls] == [True] and report.stock_calls.total() == 1
+    assert found.keys() != plain.keys() or any(
+        found[key].dtype != plain[key].dtype or not torch.allclose(found[key], plain[key]) for key in plain
+    )
+
+
+def test_hooks_on_a_fused_layer_run():
+    model, seen = block(), []
+    fuse_layers(model)
+    wanted = outcome(model)
+    model.get_base_model().first.register_forward_hook(lambda m, args, y: seen.append(len(args)) or y * 2)
+    found = outcome(model)
+    assert seen == [1] and torch.equal(found["first"], 2 * wanted["first"])
+
+
+def test_a_forward_pass_that_replaces_pefts_is_run(monkeypatch):
+    model = block()
+    report = fuse_layers(model).report
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda self, x: self.base_layer(x) + 1)
+    found, base = model(torch.ones(2, 24)), model.get_base_model().first.base_layer(torch.ones(2, 24)) + 1
+    assert torch.equal(found[0], base) and dict(report.stock_calls) == {"PEFT's forward pass was replaced": 2}
+    other = block()
+    with pytest.raises(ValueError, match="2 Linear: its results differ from those of plain LoRA"):
+        fuse_layers(other)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"use_dora": True}, "its adapter is DoraLinearVariant"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "its adapter has a bias"),
+        ({"target_modules": ["embed_tokens"]}, "it is peft.tuners.lora.layer.Embedding"),
+    ],
+    ids=["DoRA", "bias", "embedding"],
+)
+def test_what_is_left_to_peft_is_reported(options, reason):
+    model = adapted(tiny("Qwen2"), **options)
+    wanted = step(model)
+    report = fuse_layers(model).report
+    names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert names and {report.skipped.pop(name) for name in names} == {reason} and not report.skipped
+    assert not any(name in report.fused for name in names)
+    assert_same(step(model), wanted)
+
+
+def test_another_base_layer_is_left_to_peft():
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"first": Conv1D(8, 6), "second": nn.Linear(6, 8)})
+    model = adapted(layers, target_modules=["first", "second"])
+    report = fuse_layers(model).report
+    assert report.skipped == {"base_model.model.first": "its base layer is Conv1D"}
+    assert list(report.fused) == ["base_model.model.second"]
+
+
+def test_a_projection_that_is_not_used_has_no_gradient():
+    """AdamW would decay its weights if it had a gradient of zeros."""
+    model = block()
+    fuse_layers(model)
+    model(torch.randn(3, 24))[1].sum().backward()
+    with_gradient = {name.split(".")[2] for name, p in model.named_parameters() if p.grad is not None}
+    assert with_gradient == {"second"}
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
+def test_a_frozen_matrix_has_no_gradient(frozen):
+    model = block()
+    for name, parameter in model.named_parameters():
+        if frozen in name:
+            parameter.requires_grad_(False)
+    wanted = outcome(model)
+    fuse_layers(model)
+    assert_equal_outcomes(outcome(model), wanted)
+    assert not any(frozen in name for name in wanted)
+
+
+def test_a_result_can_be_changed_in_place():
+    model = block()
+    fuse_layers(model)
+    first, _ = model(torch.randn(3, 24))
+    first.mul_(2).sum().backward()
+    assert layer_of(model, "first").lora_A.default.weight.grad.norm() > 0
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # Views and new tensors move nothing.
+        self.count += not (function.is_view or "empty" in str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def cost(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    """(operators of forward and backward pass, saved bytes that are no parameters)."""
+    model.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    saved = {}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = tensor, storage.nbytes()
+        return tensor
+
+    with Counted() as counted, torch.autocast("cpu", BF16):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = model(x)
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+    return counted.count, sum(nbytes for _, nbytes in saved.values())
+
+
+@pytest.mark.parametrize("p", [0, 0.1], ids=["", "dropout"])
+def test_fewer_operators_and_saved_bytes_than_pefts(p):
+    model = block(dtype=BF16, lora_dropout=p)
+    x = torch.randn(500, 24, dtype=BF16, requires_grad=True)
+    stock_count, stock_bytes = cost(model, x)
+    fuse_layers(model)
+    cost(model, x)
+    count, nbytes = cost(model, x)
+    assert count < 0.75 * stock_count, (count, stock_count)
+    # x once for both projections, h, and a byte a number for the mask.
+    assert nbytes < x.nbytes + 2 * (500 * 4 * 2 + 2 * 4 * 40 * 2 + (p > 0) * x.numel()) < stock_bytes
+
+
+def test_undone_layers_are_those_of_peft_to_the_bit():
+    model, stock = adapted(tiny("Llama")), adapted(tiny("Llama"))
+    fuse_layers(model)()
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+    found, wanted = step(model), step(stock)
+    assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+    with pytest.raises(ValueError, match="expected one that is not fused"):
+        fuse_layers(model)
+        fuse_layers(model)
+
+
+def test_copies_and_files(tmp_path):
+    model = block()
+    wanted = outcome(model)
+    fused = fuse_layers(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        layer_of(copied, "first").lora_B.default.weight.zero_()
+    assert_equal_outcomes(outcome(model), wanted)
+    with copied.disable_adapter():
+        copied(torch.ones(2, 24))
+    assert not fused.report.stock_calls
+    layer = pickle.loads(pickle.dumps(layer_of(model, "first")))
+    assert type(layer) is peft.tuners.lora.Linear
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    restored = peft.PeftModel.from_pretrained(Block(), tmp_path, is_trainable=True)
+    assert_equal_outcomes(outcome(restored), wanted)
+
+
+def test_a_compiled_layer_is_pefts_in_one_graph():
+    model = block()
+    wanted = outcome(model)
+    report = fuse_layers(model).report
+    compiled = torch.compile(model.get_base_model(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 24)
+    for found, expected in zip(compiled(x), model(x)):
+        torch.testing.assert_close(found, expected)
+    assert not report.stock_calls
+    assert_equal_outcomes(outcome(model), wanted)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_under_an_activation_budget_x_is_recomputed(autocast):
+    """At the level "cheap", the inputs of projections are outputs of fused operators, or copies of them."""
+    costs = {}
+    for is_fused in (False, True):
+        model = tiny("Qwen3", num_hidden_layers=3)
+        if not is_fused:
+            fuse_layers(model)
+        model = adapted(model).train()
+        if is_fused:
+            fuse_layers(model)
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            wanted = step(model)
+            fitted = fit_activations(model, "1GiB")
+            step(model)
+            step(model)
+            assert_same(step(model), wanted, 1e-12)
+        costs[is_fused] = fitted.costs[0][0]
+    limit = 0.6 if autocast else 1
+    assert costs[True]["cheap"] <= limit * costs[False]["cheap"] < costs[False]["keep"]
+
+
+def test_beside_a_patched_loss():
+    model = adapted(tiny("Qwen2"), target_modules=["q_proj", "lm_head"])
+    wanted = step(model)
+    fused = fuse_layers(model)
+    patch_model(model)
+    assert_same(step(model), wanted, 1e-5)
+    assert not fused.report.stock_calls
