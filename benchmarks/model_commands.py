@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from benchmarks import activation_budgets, fsdp, layer_tiles, layers, recipes, steps, trainers, usecase
+from benchmarks import activation_budgets, fsdp, layer_tiles, layers, lora, recipes, steps, trainers, usecase
 from benchmarks.layer_operators import Maker
 from benchmarks.layer_operators import operators as all_operators
 from benchmarks.layer_peers import LAYERS
@@ -98,12 +98,6 @@ def whole_steps(
 ) -> None:
     """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
     our loss, our layers, both."""
-    switches = {"on": (True,), "off": (False,), "both": (True, False)}
-    if checkpointing not in switches:
-        valid = ", ".join(switches)
-        raise typer.BadParameter(
-            f"--checkpointing: expected one of {valid}, got {checkpointing}; pick one of these."
-        )
     available = steps.QUICK if quick else steps.MODELS
     made = configurations(steps.CONFIGURATIONS, only, skip) | steps.budgeted(budgets or [])
     document = measure(
@@ -111,7 +105,7 @@ def whole_steps(
         [(name, available[name]) for name in named(available, models)],
         made,
         Where(out, quick, device),
-        checkpointing=switches[checkpointing],
+        checkpointing=switches(checkpointing),
         timed=timed,
         rounds=rounds,
         limits=steps.Limits(limit, minutes),
@@ -201,6 +195,54 @@ def recipes_of_steps(
     typer.echo(f"\n{recipes.table(document)}")
     rows = document["sections"][0]["rows"]
     check([f"{row['name']}: {row['reason']}" for row in rows if row.get("verdict") == "failed"])
+
+
+@app.command("lora")
+def lora_steps(
+    models: Models = None,
+    checkpointing: Annotated[str, typer.Option(help="on, off or both.")] = "both",
+    dropouts: Annotated[
+        list[float] | None, typer.Option("--dropout", help="Repeatable. Default: 0 and 0.05.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="r of the adapters.")] = 16,
+    timed: Annotated[float, typer.Option("--seconds", help="Of timed steps in a row.")] = 2.0,
+    profiled: Annotated[bool, typer.Option("--profile", help="Also profile one step of each row.")] = False,
+    minutes: Annotated[float, typer.Option(help="Start no row that might not end within these.")] = 60.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Only rows whose name is or contains this; repeatable. More: {'; '.join(lora.MORE_ROWS)}."
+        ),
+    ] = None,
+    skip: Skip = None,
+) -> None:
+    """Training steps with LoRA: full fine-tuning, PEFT with our other fused layers, our LoRA layers each by
+    itself and grouped by input; time, memory, and PEFT's losses and gradients."""
+    available = lora.available(quick)
+    rows = lora.ROWS | (lora.MORE_ROWS if only else {})
+    left_out = picked(rows, skip) if skip else []
+    chosen = {name: rows[name] for name in picked(rows, only) if name not in left_out}
+    target = chosen_device(device, quick)
+    versions = {name: package_version(name) for name in ("peft", "accelerate")}
+    document = new_document("lora", target, quick=quick, versions=versions)
+    path = out_path(out, document)
+    lora.run(
+        document,
+        target,
+        {name: available[name] for name in named(available, models)},
+        chosen,
+        checkpointing=switches(checkpointing),
+        dropouts=tuple(dropouts or (0.0, 0.05)),
+        settings=lora.Settings(rank, 0.0 if quick else timed, minutes, profiled),
+        out=path,
+        say=speaker(),
+    )
+    finish(path)
+    typer.echo(f"\n{lora.table(document)}")
+    check(lora.failed(document))
 
 
 @app.command("fsdp")
@@ -297,6 +339,17 @@ class Where(NamedTuple):
     out: Path | None
     quick: bool
     device: str
+
+
+def switches(checkpointing: str) -> tuple[bool, ...]:
+    """Whether checkpointing is on, for each time that something is measured."""
+    known = {"on": (True,), "off": (False,), "both": (True, False)}
+    if checkpointing not in known:
+        valid = ", ".join(known)
+        raise typer.BadParameter(
+            f"--checkpointing: expected one of {valid}, got {checkpointing}; pick one of these."
+        )
+    return known[checkpointing]
 
 
 def named(available: Iterable[str], words: list[str] | None) -> list[str]:

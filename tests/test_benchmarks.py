@@ -91,8 +91,9 @@ COMMANDS = {
     "activations": (),
     "usecase": ("--only", "stock", "--only", "both", "--batch", "1"),
     "recipes": ("--only", "LoRA+"),
+    "lora": ("--checkpointing", "off", "--dropout", "0", "--skip", "each"),
 }
-NEED_TRL = ("trl", "step", "usecase", "recipes", "activations")
+NEED_TRL = ("trl", "lora", "step", "usecase", "recipes", "activations")
 # Rows without a verdict: of products alone, and of one profiled call.
 WITHOUT_VERDICT = ("gemm", "profile", "activations")
 

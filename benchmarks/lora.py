@@ -1,0 +1,386 @@
+"""Training steps with LoRA on all linear layers, beside full fine-tuning of the same model.
+
+Every row has the loss without full logits (`patch_model`) and, unless its name says otherwise, the other
+fused layers; the rows differ in who computes the LoRA layers. A step is forward and backward pass under
+autocast, clipping, and fused AdamW of the trained parameters, as TRL and PEFT train; the base has random bf16
+weights, and the adapters are fp32 unless the name says otherwise. All rows of a run are measured in one
+process, one after the other, each with its own model. The first step's loss and gradients are compared with
+those of PEFT.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT, synchronize
+from benchmarks.peers import one_line
+from benchmarks.profile import busy, kernels_of
+from benchmarks.steps import MODELS, QUICK, Model
+from benchmarks.timing import release
+from logitless.exchange import withdraw
+from logitless.layers import lora
+from logitless.models import fuse_layers, patch_model
+
+FULL, PEFT = "full fine-tuning", "PEFT"
+WARMUP = 2
+# With dropout, PEFT's masks are others.
+NORM_LIMIT = 0.2
+
+
+@dataclass(frozen=True)
+class Row:
+    """Who computes LoRA layers: "PEFT", or we, "each" by itself or "grouped" by input; None: no LoRA."""
+
+    layers: str | None
+    fused: bool = True  # the other layers
+    base: torch.dtype = torch.bfloat16
+    adapters: torch.dtype = torch.float32
+
+
+ROWS = {
+    FULL: Row(None),
+    PEFT: Row("PEFT"),
+    "each by itself": Row("each"),
+    "grouped": Row("grouped"),
+}
+# Measured only if they are named.
+MORE_ROWS = {
+    "PEFT, stock layers": Row("PEFT", fused=False),
+    "PEFT, bf16 adapters": Row("PEFT", adapters=torch.bfloat16),
+    "grouped, bf16 adapters": Row("grouped", adapters=torch.bfloat16),
+    "PEFT, fp32 base": Row("PEFT", base=torch.float32),
+    "grouped, fp32 base": Row("grouped", base=torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    rank: int
+    seconds: float  # of timed steps in a row
+    minutes: float  # start no row that might not end within these
+    profiled: bool  # whether one more step is profiled
+
+
+def run(
+    document: dict,
+    device: torch.device,
+    models: dict[str, Model],
+    rows: dict[str, Row],
+    *,
+    checkpointing: tuple[bool, ...],
+    dropouts: tuple[float, ...],
+    settings: Settings,
+    out: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Fill `document`, a section for each model, checkpointing and dropout, and write it after every row."""
+    transformers.logging.set_verbosity_error()
+    start = time.perf_counter()
+    document |= {"sections": [], "complete": False}
+    for name, model in models.items():
+        longest = 0.0
+        for is_checkpointed in checkpointing:
+            for p in dropouts:
+                section = {
+                    "model": name,
+                    "checkpointing": is_checkpointed,
+                    "dropout": p,
+                    "rank": settings.rank,
+                }
+                section |= {"sequences": model.sequences, "tokens": model.tokens, "rows": []}
+                document["sections"].append(section)
+                reference: dict = {}
+                for row_name, row in rows.items():
+                    if row.layers is None and p != dropouts[0]:
+                        continue
+                    begin = time.perf_counter()
+                    if begin - start + longest > 60 * settings.minutes:
+                        say(f"stopped before {title(section)}: {row_name}")
+                        report.write_json(out, document)
+                        return
+                    found = attempt(model, row, section, document["seed"], device, settings, reference)
+                    section["rows"].append({"name": row_name} | found)
+                    longest = max(longest, time.perf_counter() - begin)
+                    report.write_json(out, document)
+                    say(f"{title(section)}: {row_name}: {describe(section['rows'][-1])}")
+    document["complete"] = True
+    report.write_json(out, document)
+
+
+def attempt(
+    model: Model,
+    row: Row,
+    section: dict,
+    seed: int,
+    device: torch.device,
+    settings: Settings,
+    reference: dict,
+) -> dict:
+    """Measure one row. `reference` has the first step of PEFT's row, by dtypes, and gets it from that row."""
+    begin = time.perf_counter()
+    try:
+        found, gradients = measure(model, row, section, seed, device, settings)
+    except torch.OutOfMemoryError:
+        found, gradients = {"verdict": "out of memory"}, {}
+    # The other rows must still be measured.
+    except Exception as error:
+        found, gradients = {"verdict": "failed", "reason": one_line(error)}, {}
+    release(device)
+    kind = row.base, row.adapters
+    if row.layers == "PEFT" and found["verdict"] == "ok":
+        reference[kind] = found, gradients
+    elif row.layers is not None and found["verdict"] == "ok" and kind in reference:
+        compare(found, gradients, *reference[kind], masked=section["dropout"] > 0)
+    return found | {"row_seconds": time.perf_counter() - begin}
+
+
+def measure(
+    shape: Model, row: Row, section: dict, seed: int, device: torch.device, settings: Settings
+) -> tuple[dict, dict[str, Tensor]]:
+    """Return the row's numbers, and the adapters' gradients of the first step on the CPU."""
+    model = build(shape, row, section, seed, device)
+    generator = torch.Generator().manual_seed(seed)
+    size = shape.sequences, shape.tokens
+    ids = torch.randint(1, shape.sizes["vocab_size"], size, generator=generator).to(device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def backward() -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    def step() -> None:
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loss, norm = backward()
+    found = {"verdict": "ok", "loss": loss.item(), "grad_norm": norm.item()}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gradients = (
+        {} if row.layers is None else {n: p.grad.float().cpu() for n, p in trained if p.grad is not None}
+    )
+    optimizer.zero_grad()
+    for _ in range(WARMUP):
+        synchronize(device)
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+    count = (
+        min(20, max(3, round(settings.seconds / (time.perf_counter() - begin)))) if settings.seconds else 1
+    )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    launched = time.perf_counter()
+    synchronize(device)
+    found |= {"steps": count, "ms": 1e3 * (time.perf_counter() - begin) / count}
+    # The host's time for a step; above it, the GPU does not wait.
+    found["host_ms"] = 1e3 * (launched - begin) / count
+    found["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if settings.profiled:
+        found |= profiled(step, device)
+    return found, gradients
+
+
+def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(seed)
+    config = getattr(transformers, shape.config)(**shape.sizes, pad_token_id=0, use_cache=False)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=row.base, attn_implementation="sdpa"
+        )
+    if row.layers is not None:
+        model = with_adapters(model, row, section, seed)
+    if section["checkpointing"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    if row.fused:
+        fuse_layers(model)
+        if row.layers == "PEFT":
+            for module in model.modules():
+                withdraw(module, lora.KEY)
+    patch_model(model)
+    if row.layers == "grouped":
+        group_projections(model)
+    return model
+
+
+def with_adapters(model: nn.Module, row: Row, section: dict, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    r = section["rank"]
+    config = LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=section["dropout"], target_modules="all-linear")
+    torch.manual_seed(seed)
+    model = get_peft_model(model, config, autocast_adapter_dtype=row.adapters == torch.float32)
+    model.enable_input_require_grads()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(row.adapters)
+            if "lora_B" in name:  # zeros at the start, with which A has no gradient
+                parameter.normal_(std=0.02)
+    return model
+
+
+def group_projections(model: nn.Module) -> None:
+    """Compute q, k and v in one call of the operator, and gate and up."""
+    for module in model.modules():
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            layers = [getattr(module, name, None) for name in names]
+            if all(isinstance(layer, nn.Module) and lora.is_lora_layer(layer) for layer in layers):
+                share_input(layers)
+
+
+def share_input(layers: list[nn.Module]) -> None:
+    """Let the first of the layers compute the results of all, and the others take theirs."""
+    results: dict[int, Tensor] = {}
+
+    def forward_of(index: int) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            if index == 0:
+                projected = lora.project(x, [lora.read(layer, x) for layer in layers])
+                results.update(enumerate(projected))
+            return results.pop(index)
+
+        return forward
+
+    for index, layer in enumerate(layers):
+        layer.forward = forward_of(index)
+
+
+def profiled(step: Callable[[], None], device: torch.device) -> dict:
+    kernels = kernels_of(step, device)
+    kinds = {
+        "products": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas"),
+        "attention": ("flash", "fmha", "attention", "sdpa"),
+        "copies": ("copy", "memcpy", "cast"),
+        "elementwise": ("elementwise", "bernoulli", "dropout"),
+    }
+    spent = dict.fromkeys((*kinds, "rest"), 0.0)
+    by_name: dict[str, list[float]] = {}
+    for kernel in kernels:
+        name = kernel.name.lower()
+        kind = next((kind for kind, words in kinds.items() if any(word in name for word in words)), "rest")
+        us = kernel.stop - kernel.start
+        spent[kind] += us / 1e3
+        by_name.setdefault(kernel.name[:100], []).append(us / 1e3)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:15]
+    return {
+        "gpu_ms": busy(kernels) / 1e3,
+        "kernels": len(kernels),
+        "ms_by_kind": spent,
+        "longest": [{"kernel": name, "launches": len(ms), "ms": sum(ms)} for name, ms in longest],
+    }
+
+
+def compare(
+    found: dict, gradients: dict[str, Tensor], peft: dict, wanted: dict[str, Tensor], *, masked: bool
+) -> None:
+    """Write how far the first step is from PEFT's, and "wrong" as the verdict where it is too far."""
+    found["loss_difference"] = abs(found["loss"] - peft["loss"]) / abs(peft["loss"])
+    found["grad_norm_difference"] = abs(found["grad_norm"] - peft["grad_norm"]) / peft["grad_norm"]
+    is_right = found["loss_difference"] <= LOSS_LIMIT and found["grad_norm_difference"] <= NORM_LIMIT
+    if not masked:
+        pairs = [(gradients.get(name), value) for name, value in wanted.items()]
+        errors = [((a - b).norm() / b.norm()).item() if a is not None else float("inf") for a, b in pairs]
+        found["gradient_difference"] = max(errors)
+        is_right = is_right and found["gradient_difference"] <= GRADIENT_LIMIT
+    if not is_right:
+        found["verdict"] = "wrong"
+
+
+def title(section: dict) -> str:
+    kind = "with" if section["checkpointing"] else "without"
+    return (
+        f"{section['model']}, {section['sequences']} x {section['tokens']:,}, r {section['rank']}, {kind} "
+        f"checkpointing, dropout {section['dropout']:g}"
+    )
+
+
+def describe(row: dict) -> str:
+    if "ms" not in row:
+        return f"{row['verdict']} {row.get('reason', '')}".strip()
+    memory = report.text(report.gib(row["peak_bytes"]), ", {:.1f} GiB") or ""
+    gpu = f", GPU {row['gpu_ms']:.1f} ms in {row['kernels']} kernels" if "gpu_ms" in row else ""
+    apart = [f"{name} {row[f'{name}_difference']:.0e}" for name in APART if f"{name}_difference" in row]
+    from_peft = f", from PEFT: {', '.join(apart)}" if apart else ""
+    return (
+        f"{row['verdict']}: {row['ms']:.1f} ms (host {row['host_ms']:.0f}){memory}{gpu}{from_peft}; "
+        f"{row['row_seconds']:.0f} s"
+    )
+
+
+APART = ("loss", "grad_norm", "gradient")
+
+
+def ratio(document: dict, section: dict, row: dict, base: str) -> float | None:
+    """The row's time over that of the row `base` of the same model and checkpointing (and dropout)."""
+    same = [x for x in document["sections"] if all(x[k] == section[k] for k in ("model", "checkpointing"))]
+    if base == PEFT:
+        same = [x for x in same if x["dropout"] == section["dropout"]]
+    times = [x["ms"] for each in same for x in each["rows"] if x["name"] == base and "ms" in x]
+    return row["ms"] / times[0] if times and "ms" in row else None
+
+
+def table(document: dict, form: str = "simple") -> str:
+    parts = []
+    for section in document["sections"]:
+        body = []
+        for row in section["rows"]:
+            if row["verdict"] != "ok":
+                body.append([row["name"], row["verdict"]])
+                continue
+            ratios = [report.text(ratio(document, section, row, base), "{:.2f}") for base in (FULL, PEFT)]
+            gpu = report.text(row.get("gpu_ms"), "{:.1f}")
+            memory = report.text(report.gib(row["peak_bytes"]), "{:.1f}")
+            apart = [report.text(row.get(f"{name}_difference"), "{:.0e}") for name in APART]
+            body.append([row["name"], f"{row['ms']:.1f}", *ratios, gpu, memory, *apart])
+        headers = [
+            "",
+            "ms a step",
+            "of full",
+            "of PEFT",
+            "GPU ms",
+            "GiB",
+            "loss differs by",
+            "norm",
+            "gradients",
+        ]
+        lines = tabulate(body, headers, tablefmt=form, disable_numparse=True)
+        parts.append(f"{title(section)}{':' if form == 'github' else ''}\n\n{lines}")
+    return "\n\n".join(parts)
+
+
+def for_page(document: dict, source: str) -> str:
+    how = (
+        f"One {document['device']}, {document['date'][:10]}, bf16, random weights, fused AdamW, SDPA, LoRA "
+        "on all linear layers: mean of whole steps in one process, without synchronization in between. "
+        "Differences from PEFT's first step are relative; of gradients, the largest of an adapter."
+    )
+    return f"{table(document, 'github')}\n\n{how}\n\n{source}"
+
+
+def failed(document: dict) -> list[str]:
+    """Rows that are wrong or broke down."""
+    return [
+        f"{title(section)}: {row['name']}: {row['verdict']} {row.get('reason') or ''}".strip()
+        for section in document["sections"]
+        for row in section["rows"]
+        if row["verdict"] in ("wrong", "failed")
+    ]
+
+
+def available(quick: bool) -> dict[str, Model]:
+    return QUICK if quick else MODELS
