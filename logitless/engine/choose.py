@@ -10,14 +10,13 @@ from torch import Tensor
 
 from logitless.engine.budget import default_budget
 from logitless.engine.call import HeadCall
-from logitless.engine.operands import MASKS, WRONG_MASK
+from logitless.engine.operands import mask_error
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Pass
 from logitless.engine.remembered import Remembered
 from logitless.engine.replay import kinds_of, replay_of
 from logitless.engine.rows import Grouping, Rows, Shard, VocabSizeChanged, all_rows, compact_rows
-from logitless.engine.spec import Fault
+from logitless.engine.spec import Fault, LossSpec
 from logitless.engine.teacher_rows import Ordered
-from logitless.errors import value_error
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -56,8 +55,8 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     expected = f"ids in [0, {V}) or ignore_index"
     remedy = "fix the labels or set ignore_index"
     if not loss.compact:
-        expected += " (and a mask of 0 and 1, where it is one of integers)"
-    details = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
+        expected += " (and a mask of 0 and 1, not an additive one)"
+    details = partial(_seen_outside, targets, marks, loss, remedy)
     faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, details), *marking]
     if call.num_items is not None and loss.reduction == "mean":
         too_small = (~(call.num_items > 0) & marks[0].any()).long()
@@ -144,7 +143,7 @@ def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
     return resolve_rows(call, shard._replace(V=V, sure=True))
 
 
-def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
+def _seen_outside(targets: Tensor, marks: Tensor, loss: LossSpec, remedy: str) -> tuple[str, str]:
     """Return details and remedy of the error about targets outside the vocabulary. Called only on failure.
 
     If all invalid targets have one value that may mark padding, the remedy is to set `ignore_index` to this
@@ -153,10 +152,15 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     outside = marks[1]
     ids = targets[outside]
     if not ids.numel():  # the invalid targets are on other ranks
-        return "", remedy
-    wrong_mask = (ids == WRONG_MASK).sum().item()
-    if wrong_mask:
-        raise value_error("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
+        return "", f"{remedy}, and pass a mask of 0 and 1 if the call has one"
+    weights = ""
+    if "token_weights" in loss.keywords:
+        weights = ", and weights of the tokens as token_weights"
+    elif loss.scope == "token" and loss.reduction != "none" and "token_weights" not in loss.roles:
+        weights = ", and multiply the values of reduction='none' by weights of the tokens"
+    error = mask_error(ids, weights)
+    if error is not None:
+        raise error
     least = ids.min().item()
     greatest = ids.max().item()
     first = ids[0].item()
@@ -167,4 +171,5 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     mark = -100 if (ids == -100).any() else least
     if mark != -100 and (least != greatest or least >= 0):
         return details, remedy
-    return details, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
+    instead = f"set ignore_index={mark}, not {loss.ignore_index}"
+    return details, f"{instead}, if {mark} marks what is not supervised"

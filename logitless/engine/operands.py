@@ -10,10 +10,11 @@ from logitless.kernels.head import targets as kernels
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Target of a token whose entry in an integer mask is neither 0 nor 1. It is not a valid id, so that
-# `choose.py` reports a fault.
+# Targets of tokens whose entry in a mask is neither 0 nor 1, or in a mask of floats negative or NaN. They are
+# no valid ids, so that `choose.py` reports a fault.
 WRONG_MASK = torch.iinfo(torch.int64).min
-MASKS = "booleans, or integers that are 0 or 1"
+NEGATIVE_MASK, NAN_MASK = WRONG_MASK + 1, WRONG_MASK + 2
+MASKS = "booleans, or numbers that are 0 or 1"
 
 
 class SplitHead(NamedTuple):
@@ -164,31 +165,49 @@ def _check_ids(targets: object) -> None:
 
 
 def holds_flags(x: Tensor) -> bool:
-    """Whether x is bool or integer.
-
-    Float masks are refused, as they may be additive (0 keeps, -inf drops).
-    """
+    """Whether x is bool or integer."""
     return x.dtype == torch.bool or x.dtype in INTEGERS
 
 
-def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None = None) -> Tensor:
-    """Return targets with `ignore_index` where the mask is 0, and `WRONG_MASK` where it is neither 0 nor 1.
+def masked(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
+    """Return targets with `ignore_index` where the mask is 0, and an invalid id where it is neither 0 nor 1.
+
+    The invalid ids are `WRONG_MASK`, `NEGATIVE_MASK` and `NAN_MASK`. The call counts them with the other
+    invalid targets, and `mask_error` says what they are.
 
     Args:
         targets: (...) integers.
-        mask: (...), bool or integers.
+        mask: (...), bool, integers or floats.
         ignore_index: the new target of tokens with mask 0 (False).
-        weights: name of the call's argument for token weights, for the error message; None if it has none.
     """
     if mask.shape != targets.shape:
         raise value_error(
             "mask", f"targets' shape {tuple(targets.shape)}", tuple(mask.shape), "pass one entry per target"
         )
     if not holds_flags(mask):
-        remedy = "pass mask != 0 if it holds 0 and 1, mask == 0 if it is additive (0 keeps, -inf drops)"
-        remedy += "" if weights is None else f", and weights of the tokens as {weights}"
-        raise type_error("mask", MASKS, mask.dtype, remedy)
+        if mask.dtype not in FLOATS:
+            raise type_error("mask", MASKS, mask.dtype, "pass which tokens count, such as mask != 0")
+        if mask.requires_grad:
+            remedy = "detach it: a mask gets no gradient"
+            raise value_error("mask", "a tensor that requires no gradient", "one that does", remedy)
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
+
+
+def mask_error(targets: Tensor, weights: str) -> ValueError | None:
+    """The error about a mask that is neither 0 nor 1 at some of the `masked` targets (n,); None if it is.
+
+    `weights` is the end of the remedy for a mask that holds weights of the tokens.
+    """
+    wrong, negative, nan = [(targets == code).sum().item() for code in (WRONG_MASK, NEGATIVE_MASK, NAN_MASK)]
+    if nan:
+        return value_error("mask", MASKS, f"{nan} NaN", "check the computation that it comes from")
+    if negative:
+        got = f"{negative} negative numbers, as in an additive mask (0 keeps, -inf drops)"
+        return value_error("mask", MASKS, got, "pass mask == 0")
+    if wrong:
+        remedy = f"pass which tokens count, such as mask != 0{weights}"
+        return value_error("mask", MASKS, f"{wrong} others", remedy)
+    return None
 
 
 def supervised_where(

@@ -107,6 +107,7 @@ class LossSpec(Protocol):
     sum_logits_weights: str | None
     unmasked: bool
     boundaries_argument: str
+    keywords: ClassVar[tuple[str, ...]]  # keyword arguments of the call
     # Names of the inputs that are log-probabilities of the sampled tokens. They are checked against a
     # sampling mask.
     sampled_logps: tuple[str, ...]

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from logitless.engine.call import HeadCall, prepare
 from logitless.engine.layout import SequenceLayout
-from logitless.engine.operands import SplitHead, check_data
+from logitless.engine.operands import MASKS, SplitHead, check_data
+from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.spec import LossSpec
-from logitless.errors import type_error
+from logitless.errors import message, type_error, warn
 
 
 @dataclass
@@ -121,6 +122,28 @@ SYNONYMS = {
     "ce_weight": ("class_weights", "pass it as class_weights", "take a loss whose call has class_weights"),
     "old_per_token_logps": ("old_logps", "pass it as old_logps", "take a loss whose call has old_logps"),
 }
+
+
+# Whether `warn_of_zeros` has warned in this process.
+_warned = False
+
+
+def warn_of_zeros(mask: Tensor | None, loss: LossSpec, plan: Plan | None) -> None:
+    """Warn if a call has no supervised token because its mask of floats has no 1, as an additive mask.
+
+    The mask is read only if the host sync of the call found no supervised token. A slice of a sequence
+    (`cp_group`) often has none.
+    """
+    global _warned
+    if mask is None or plan is None or plan.rows or _warned or not mask.is_floating_point():
+        return
+    if not loss.compact or loss.cp_group is not None or (plan.replay is not None and plan.replay.rows):
+        return
+    if mask.numel() and not (mask == 1).any():
+        _warned = True
+        got = "a mask of floats without a 1, so no token is supervised"
+        remedy = "pass mask == 0 if it is additive (0 keeps, -inf drops)"
+        warn(message("mask", MASKS, got, remedy), UserWarning)
 
 
 class CheckedCall:

@@ -1,8 +1,17 @@
 """`count_targets`: the number of supervised tokens of a call, to normalize the mean over several calls."""
 
+import torch
 from torch import Tensor
 
-from logitless.engine.operands import INTEGERS, check_packed, checked_boundaries, masked, shifted
+from logitless.engine.operands import (
+    INTEGERS,
+    MASKS,
+    NAN_MASK,
+    check_packed,
+    checked_boundaries,
+    masked,
+    shifted,
+)
 from logitless.engine.rows import boundary_fault
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import wrong_boundaries
@@ -29,7 +38,8 @@ def count_targets(
         shift: whether targets are unshifted labels: position i predicts targets[i + 1].
         cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences. Their values are asserted on the
             device.
-        mask: same shape as targets, and shifted with them. Targets with mask 0 (False) are not supervised.
+        mask: same shape as targets, and shifted with them; bool, or integers or floats that are 0 or 1, which
+            is asserted on the device. Targets with mask 0 (False) are not supervised.
         ignore_index: targets with this id are not supervised.
 
     Returns:
@@ -64,4 +74,8 @@ def count_targets(
         if targets.dim() == 0:
             raise value_error("shift", "False for a single target", True, "a single token has no next token")
         targets = shifted(targets, ignore_index, cu_seqlens=cu_seqlens)
+    if mask is not None and mask.dtype != torch.bool:
+        remedy = "pass mask == 0 if it is additive (0 keeps, -inf drops)"
+        message = f"mask: expected {MASKS}, got others; {remedy}."
+        torch._assert_async((targets > NAN_MASK).all(), message)
     return (targets != ignore_index).sum()

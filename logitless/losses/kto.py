@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import MASKS, check_packed, checked_boundaries, holds_flags, shifted
+from logitless.engine.operands import check_packed, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, check_number, type_error, value_error
@@ -28,7 +28,8 @@ KTO_MARGINS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apo_zero_unpaired": lambda reward, kl: reward,
 }
 
-# Description of the accepted types of `kl`, for error messages.
+# Descriptions of the accepted `labels` and `kl`, for error messages.
+FLAGS = "booleans, or integers that are 0 or 1"
 REFERENCE_POINT = "a number, a 0-d tensor or a mapping"
 
 
@@ -141,7 +142,7 @@ class KTOLoss(ReferencedLoss):
             raise value_error("labels", expected, tuple(labels.shape), remedy)
         if not holds_flags(labels):
             remedy = "pass labels > 0, True for a desirable sequence"
-            raise type_error("labels", MASKS, labels.dtype, remedy)
+            raise type_error("labels", FLAGS, labels.dtype, remedy)
         call.inputs["kl"] = self._reference_point(call).clamp(min=0)
         super().prepare(call)
 
@@ -178,7 +179,7 @@ class KTOLoss(ReferencedLoss):
             return []
         count = (labels != labels.bool()).sum()
         return [
-            Fault(count, "labels", MASKS, "{count} others", "pass labels > 0, True for a desirable sequence")
+            Fault(count, "labels", FLAGS, "{count} others", "pass labels > 0, True for a desirable sequence")
         ]
 
     def _mean_log_ratio(self, kl: Mapping[str, Tensor], call: CallArguments) -> Tensor:

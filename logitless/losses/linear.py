@@ -22,7 +22,7 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
-from logitless.losses.arguments import SHARED, CallArguments, CheckedCall
+from logitless.losses.arguments import SHARED, CallArguments, CheckedCall, warn_of_zeros
 from logitless.losses.declarations import (
     NumericField,
     check_class,
@@ -254,11 +254,6 @@ class LinearLoss(CheckedCall):
             else replace(self, **groups)
         )
 
-    def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
-        """Return `targets` with `ignore_index` at the positions where the mask is 0 (False)."""
-        weights = "token_weights" if "token_weights" in self.keywords else None
-        return masked(targets, mask, self.ignore_index, weights)
-
     def __call__(
         self,
         hidden: Tensor,
@@ -289,8 +284,12 @@ class LinearLoss(CheckedCall):
                 targets[i + 1], and the last position of every sequence predicts nothing. Inputs that are
                 aligned with the targets are shifted as well.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            mask: same shape as targets, and shifted with them; bool, or integers 0 and 1. Targets with mask
-                False (0) are not supervised, as if they were `ignore_index`.
+            mask: same shape as targets, and shifted with them; bool, or integers or floats that are 0 or 1.
+                Targets with mask False (0) are not supervised, as if they were `ignore_index`. Other numbers
+                are counted in the call's host sync and refused; with compact=False, they are asserted on the
+                device. Pass an additive mask (0 keeps, -inf drops) as `mask == 0`. A float mask without a 1
+                may be additive: the first such call warns, except under torch.compile, with compact=False and
+                with cp_group.
             accumulate_into: (V, H) fp32 main gradient; (V_r, H) with tp_group. The backward pass adds the
                 weight's gradient to it chunk by chunk, and does not change weight.grad. If the weight is also
                 the embedding, weight.grad gets the gradient of the embedding: add both. No other tensor of
@@ -359,6 +358,7 @@ class LinearLoss(CheckedCall):
         else:
             value, metrics, tokens, plan = run_calls([head_call], mode, call.accumulate_into, call.grad_scale)
             metrics = metrics[0, 1:]
+        warn_of_zeros(call.mask, loss, plan)
         if tokens:
             tokens = aligned(tokens, head_call.targets, call.targets.shape, loss.ignore_index)
         named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
@@ -398,7 +398,7 @@ class LinearLoss(CheckedCall):
             remedy = "shift whole sequences before they are sliced"
             raise value_error("shift", "False with cp_group", True, remedy)
         if mask is not None and targets is not None:
-            targets = loss.masked(targets, mask)
+            targets = masked(targets, mask, loss.ignore_index)
         if loss.tp_group is not None or loss.cp_group is not None:
             loss = loss.resolved(weight)
             if debugging():

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import SplitHead, check_packed, checked_boundaries, sequence_numbers
+from logitless.engine.operands import SplitHead, check_packed, checked_boundaries, masked, sequence_numbers
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import type_error, value_error
 from logitless.losses.agreement import check_agreement
+from logitless.losses.arguments import warn_of_zeros
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.parallel.agreement import debugging
@@ -98,7 +99,7 @@ class MultiHeadLoss(CrossEntropyLoss):
     ) -> LossOutput:
         """Compute the weighted sum of the parts, with the loss and the accuracy of each part as metrics."""
         if mask is not None:
-            targets = self.masked(targets, mask)
+            targets = masked(targets, mask, self.ignore_index)
         if targets.dim() == 0:
             raise value_error(
                 "targets", "shape (B, T)", tuple(targets.shape), "pass the labels of whole sequences"
@@ -153,6 +154,7 @@ class MultiHeadLoss(CrossEntropyLoss):
             flat.append((part.hidden, hidden))
             heads.append(replace(head_call, hidden=hidden, coefficient=part.coefficient, layers=part.layers))
         value, metrics, _, plan = run_calls(heads, Mode.SOLVED)
+        warn_of_zeros(mask, loss, plan)
         named = {}
         accuracy = 1 + self.metric_names.index("token_accuracy")
         for part, row in zip(parts, metrics.unbind(), strict=True):

@@ -14,7 +14,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
-from logitless.losses.arguments import check_options
+from logitless.losses.arguments import check_options, warn_of_zeros
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.linear import LinearLoss
@@ -185,7 +185,7 @@ def linear_topk(
         k: number of ids per position, at most V.
         bias: (V,).
         mask: (...), True (1) for the positions to compute. All other positions are not projected, and get
-            zeros.
+            zeros. bool, or integers or floats that are 0 or 1.
         **head: softcap, logit_scale, temperature, logits_budget, logits_dtype, compact, tp_group, as in every
             loss.
 
@@ -219,7 +219,8 @@ def linear_topk(
     loss = cached_loss(TopkStatistics, k=k, unmasked=mask is None, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
-        stats, _ = loss.statistics(hidden, weight, targets, bias)
+        stats, plan = loss.statistics(hidden, weight, targets, bias)
+    warn_of_zeros(mask, loss, plan)
     return TopkLogprobs(stats["logps"], stats["ids"], stats["entropy"], stats["lse"])
 
 

@@ -11,11 +11,19 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.objectives.speculator import SpeculatorObjective, chain_metrics
-from logitless.engine.operands import WRONG_MASK, check_packed, checked_boundaries, sequence_numbers
+from logitless.engine.operands import (
+    MASKS,
+    NAN_MASK,
+    check_packed,
+    checked_boundaries,
+    masked,
+    sequence_numbers,
+)
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
+from logitless.losses.arguments import warn_of_zeros
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.declarations import cached_loss
 from logitless.losses.heads import resolve_heads
@@ -295,6 +303,7 @@ class SpeculatorLoss(LogitsLoss):
         }
         counted = torch.where(pairs.counted, any_id, loss.ignore_index).reshape(-1)
         out = loss.solve(hidden.reshape(-1, hidden.shape[-1]), weight, counted, arguments, inputs)
+        warn_of_zeros(mask, loss, out.plan)
         if loss.reduction != "none":
             return out
         values = dict(zip(chosen, out.loss.view(len(chosen), *rows).unbind(), strict=True))
@@ -338,10 +347,10 @@ class SpeculatorLoss(LogitsLoss):
         V = V if columns is None else columns.shape[0]
         outside = counted.new_zeros((), dtype=torch.int64)
         if labels is not None:
-            outside = (((labels < 0) | (labels >= V)) & (labels != WRONG_MASK) & counted).sum()
+            outside = (((labels < 0) | (labels >= V)) & (labels > NAN_MASK) & counted).sum()
         texts = (
             ("targets", f"ids in [0, {V}) or ignore_index", "others in {count} pairs", "fix the labels"),
-            ("mask", "0 and 1", "{count} others", "pass which tokens count, such as mask != 0"),
+            ("mask", MASKS, "{count} others", "pass mask == 0 if it is additive (0 keeps, -inf drops)"),
             ("cu_seqlens", "non-decreasing boundaries from 0 to the number of tokens", "others", COVER),
             ("starts", "positions in their sequence, or -1", "{count} outside", "pad with -1"),
             ("starts", "each position at most once", "{count} repeated", "pad with -1"),
@@ -480,7 +489,7 @@ class Tokens(NamedTuple):
         else:
             labels = targets.long()
         if mask is not None:
-            labels = loss.masked(labels, mask)
+            labels = masked(labels, mask, loss.ignore_index)
         if cu_seqlens is not None:
             check_packed("teacher_hidden", hidden, 2)
             cu_seqlens = checked_boundaries(cu_seqlens, hidden)
@@ -518,6 +527,6 @@ class Tokens(NamedTuple):
         predicted = torch.where(inside, predicted, 0)
         labels = torch.where(inside, self.labels[predicted], loss.ignore_index)
         counted = inside & (labels != loss.ignore_index)
-        masked = (self.labels == WRONG_MASK).sum()
-        problems = torch.cat((torch.stack((masked, wrong)), problems))
+        wrong_mask = (self.labels <= NAN_MASK).sum()
+        problems = torch.cat((torch.stack((wrong_mask, wrong)), problems))
         return Pairs(counted, torch.where(inside, predicted - 1, 0), labels, problems)

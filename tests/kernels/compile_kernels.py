@@ -38,7 +38,7 @@ INT64 = set(
     " owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
 )
 INT32 = {"slot_ids_ptr", "scratch_ptr", "rows_ptr", "tokens_ptr"}
-INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr"}
+INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr"}
 # Kernels with one warp a program, which reads few numbers.
 ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")
 
@@ -230,7 +230,8 @@ def target_combinations() -> Iterator[Combination]:
     yield combination(
         "one_per_position_kernel", {}, {"POSITIONS": targets_triton.POSITIONS, "SLOTS": targets_triton.SLOTS}
     )
-    yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": targets_triton.BLOCK})
+    for mask in ("i8", "i64", "fp64", *TYPES):
+        yield combination("mask_kernel", {"mask": mask}, {"WRONG": -(2**63), "BLOCK": targets_triton.BLOCK})
     for packed in (False, True):
         yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": targets_triton.COUNTED})
     for items in (False, True):

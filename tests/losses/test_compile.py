@@ -71,6 +71,10 @@ def ce_weighted(hidden, weight, targets, class_weights, token_weights, **given):
     )
 
 
+def ce_masked(hidden, weight, targets, mask, **given):
+    return CrossEntropyLoss(logits_budget=BUDGET)(hidden, weight, targets, mask=mask, **given)[:1]
+
+
 def batch(*shape: int, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(sum(shape))
     tokens, targets = torch.randint(VOCAB, (2, *shape), generator=generator)
@@ -226,6 +230,16 @@ def test_token_and_class_weights_compile():
     weights = torch.linspace(0.5, 2, VOCAB)
     batches = [(*batch(length), weights, torch.linspace(0, 2, length)) for length in (24, 40, 157)]
     assert_two_graphs(ce_weighted, batches)
+
+
+def test_masks_of_floats_compile():
+    model = Model(ce_masked)
+    compiled, _ = compile_counted(model)
+    tokens, targets = batch(24)
+    mask = (torch.arange(24) % 3 < 2).bfloat16()
+    assert_same_step(compiled, model, tokens, targets, mask)
+    with pytest.raises(ValueError, match=r"^mask: expected .* got 8 negative numbers, .*; pass mask == 0"):
+        compiled(tokens, targets, mask.log())
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "no_grad"])

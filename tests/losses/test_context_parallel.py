@@ -123,7 +123,10 @@ POLICIES = {
         GRPOLoss(importance_sampling_level="sequence", loss_type="luspo", reduction="none"),
         ROLLOUT,
     ),
-    "cispo": (GRPOLoss(loss_type="cispo", off_policy_mask_threshold=0.0, epsilon_high=2.0), SAMPLED),
+    "cispo": (
+        GRPOLoss(loss_type="cispo", off_policy_mask_threshold=0.0, epsilon_high=2.0),
+        SAMPLED | {"mask": SAMPLED["mask"].float()},
+    ),
     "sapo": (GRPOLoss(loss_type="sapo", reduction="sum"), ROLLOUT),
     "vespo": (GRPOLoss(loss_type="vespo"), ROLLOUT | {"token_importance_weights": random(B, T).exp()}),
     "vespo, sequences": (GRPOLoss(loss_type="vespo"), ROLLOUT | WEIGHED),
@@ -294,6 +297,11 @@ BAD = {
         "dpo",
         lambda rank, length: {"targets": labels()[:, :length] + V * (rank == 1)},
         r"targets: expected ids in \[0, 23\)",
+    ),
+    "mask": (
+        "dapo",
+        lambda rank, length: {"mask": torch.full((B, length), -1e4 if rank == 1 else 1.0)},
+        r"(mask: expected .* negative numbers|targets: expected ids .* on rank 1; .* a mask of 0 and 1 if)",
     ),
     # On four ranks one with a token of each sequence takes them for its tokens'.
     "column": (

@@ -29,6 +29,15 @@ EITHER = {"DPO": ("ref_logps",), "KTO": ("ref_logps",), "RLOO": ("old_logps",)}
 EITHER_OF_POLICIES = ("advantages", "importance_weights")
 
 
+# An entry of a float mask that is neither 0 nor 1.
+WRONG_MASKS = {
+    "additive mask": -torch.inf,
+    "finite additive mask": -1e4,
+    "weights": 0.5,
+    "NaN mask": torch.nan,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Something to run, whose repr leaves defaults out and runs as it is."""
@@ -58,7 +67,7 @@ class Call(Case):
         poison: NaN where a token does not count.
         module: the head is an nn.Linear.
         main: "add" for accumulate_into, "now" for accumulate_now too.
-        wrong: makes the call one to be refused: "short", "long" or "late" boundaries, or a "float mask".
+        wrong: makes the call one to be refused: "short", "long" or "late" boundaries, or one of WRONG_MASKS.
     """
 
     loss: str
@@ -153,6 +162,14 @@ class World:
         """(S, T) bool, as the call takes it."""
         return (self.uniform("mask", self.S, self.T) < 0.7) | torch.tensor(self.case.mask is None)
 
+    @property
+    def numbers_of_mask(self) -> Tensor:
+        """(S, T) in the dtype in which the call takes it."""
+        numbers = self.mask.to(getattr(torch, self.case.mask))
+        if self.case.wrong in WRONG_MASKS:
+            numbers[:, 1] = WRONG_MASKS[self.case.wrong]
+        return numbers
+
     @cached_property
     def targets(self) -> Tensor:
         """(S, T), masked, at the positions that predict them."""
@@ -184,11 +201,11 @@ class World:
         if not isinstance(x, Tensor):
             return x
         case, per_token = self.case, x.dim() > 1 and x.shape[:2] == (self.S, self.T) and "weight" != name[-6:]
-        if x.is_floating_point():
+        if x.is_floating_point() and name != "mask":
             narrow = name.endswith(("hidden", "weight", "bias"))
             given = x.dtype if name == "teacher_logprobs_topk" else case.wide
             x = x.to(case.dtype if narrow else given)
-        if per_token and case.poison and x.is_floating_point():
+        if per_token and case.poison and x.is_floating_point() and name != "mask":
             x = torch.where(self.counted.view(self.S, self.T, *[1] * (x.dim() - 2)), x, torch.nan)
         if per_token and case.shift and name in WITH_TARGETS:
             first = x if x.is_floating_point() else self.labels

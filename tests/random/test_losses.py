@@ -9,13 +9,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.random.calls import Call, Rounding, World
+from tests.random.calls import WRONG_MASKS, Call, Rounding, World
 from tests.random.known import unknown
 from tests.random.losses import DIFFERENCES, FAMILIES, OTHERS, Family, per_token
 from tests.random.search import REPEATED, search
 from tests.support import DEVICE, uncompiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOAT_MASKS = ("float32", "bfloat16", "float16", "float64")
 TRAINED = (("hidden", "weight", "bias"), ("hidden",), ("weight",), ("hidden", "bias"), ())
 STRIDES = ("contiguous", "offset", "step", "transposed", "mixed", "expanded")
 # How often rounding is simulated, and how much more it may be.
@@ -61,7 +62,7 @@ def calls(draw, name: str) -> Call:
         peak=pick(1.0, 0.125, 4.0, 16.0),
         ignored=pick(0.0, 0.4, 1.0),
         bias=pick(False, True),
-        mask=pick(None, "bool", "int64", "uint8") if "mask" in takes else None,
+        mask=pick(None, "bool", "int64", "uint8", *FLOAT_MASKS) if "mask" in takes else None,
         layout=layout,
         shift="shift" in takes and layout != "flat" and pick(False, True),
         num_items=pick(None, 5.0, 0.5) if "num_items" in takes and reduction == "mean" else None,
@@ -97,18 +98,18 @@ def fits(case: Call) -> bool:
 def mistakes(name: str) -> tuple[str, ...]:
     takes = FAMILIES[name].takes
     bounded = FAMILIES[name].group > 0 or "shift" in takes or name == "multi-token"
-    masked = "mask" in takes and name != "linear_topk"
-    return (("short", "long", "late") if bounded else ()) + (("float mask",) if masked else ())
+    return (("short", "long", "late") if bounded else ()) + (tuple(WRONG_MASKS) if "mask" in takes else ())
 
 
 @st.composite
 def wrong_calls(draw, name: str) -> Call:
     """A call that must be refused."""
     kind = draw(st.sampled_from(mistakes(name)))
-    case = draw(calls(name).filter(lambda case: fits(case) and sum(case.lengths) > 1))
+    # The label at position 1 counts with `shift` too.
+    case = draw(calls(name).filter(lambda case: fits(case) and max(case.lengths, default=0) > 1))
     case = replace(case, poison=False)
-    if kind == "float mask":
-        return replace(case, wrong=kind, mask="float32")
+    if kind in WRONG_MASKS:
+        return replace(case, wrong=kind, mask=draw(st.sampled_from(FLOAT_MASKS)))
     return replace(case, wrong=kind, layout="packed", strides="offset", shift="shift" in FAMILIES[name].takes)
 
 
@@ -263,7 +264,7 @@ def _run(family: Family, w: World) -> dict[str, Tensor]:
             leaves[name] = torch.nn.Parameter(leaves[name], requires_grad=leaves[name].requires_grad)
             setattr(weight, name, leaves[name])
     if case.mask is not None:
-        given["mask"] = w.ours("mask", w.mask.to(getattr(torch, case.mask)))
+        given["mask"] = w.ours("mask", w.numbers_of_mask)
     if case.shift:
         given["shift"] = True
     if case.num_items is not None:

@@ -35,8 +35,9 @@ def marked(
 def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:
     """Return int64 targets, with `ignore_index` where the mask is 0 (False).
 
-    The mask has the same shape as the targets, and is bool or integer. If an integer is neither 0 nor 1, the
-    target is `wrong`.
+    The mask has the same shape as the targets, and is bool, integer or float. If a number is neither 0 nor 1,
+    the target is `wrong`; in a float mask `wrong + 1` if the number is negative, and `wrong + 2` if it is
+    NaN.
     """
     if mask.dtype == torch.bool:
         return torch.where(mask, targets, ignore_index)
@@ -44,7 +45,10 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tens
         from logitless.kernels.head import targets_triton
 
         return targets_triton.masked(targets, mask, ignore_index, wrong)
-    return torch.where(mask == 1, targets, torch.where(mask == 0, ignore_index, wrong))
+    others = wrong
+    if mask.is_floating_point():
+        others = torch.where(mask < 0, wrong + 1, torch.where(mask.isnan(), wrong + 2, wrong))
+    return torch.where(mask == 1, targets, torch.where(mask == 0, ignore_index, others))
 
 
 def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:

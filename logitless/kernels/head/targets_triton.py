@@ -58,8 +58,13 @@ def mask_kernel(
     inside = at < rows
     y = tl.load(targets_ptr + at, mask=inside, other=0)
     m = tl.load(mask_ptr + at, mask=inside, other=0)
+    others = tl.full([BLOCK], WRONG, tl.int64)
+    if m.dtype.is_floating():
+        if m.dtype.primitive_bitwidth == 16:  # Triton's interpreter compares bf16 as integers
+            m = m.to(tl.float32)
+        others += tl.where(m < 0, 1, tl.where(m != m, 2, 0))
     y = tl.where(m == 0, ignore_index, y)
-    y = tl.where((m == 0) | (m == 1), y, WRONG)
+    y = tl.where((m == 0) | (m == 1), y, others)
     tl.store(masked_ptr + at, y, mask=inside)
 
 

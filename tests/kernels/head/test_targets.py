@@ -15,6 +15,9 @@ from logitless.kernels.head.targets import (
 )
 from tests.kernels.support import DEVICE, Random, strided
 
+KINDS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+KINDS += (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @pytest.mark.parametrize("N", [0, 1, 7, 3000])
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5])
@@ -34,7 +37,7 @@ def test_marks(N, ignore_index):
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 7), (3000,)], ids=str)
-@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_masks(shape, kind):
     random, wrong = Random(), -(2**63)
     targets, mask = random.integers(40, *shape), random.integers(2, *shape).to(kind)
@@ -45,10 +48,15 @@ def test_masks(shape, kind):
     ).view(shape)
     assert torch.equal(masked(targets, mask, -7, wrong), expected)
     assert torch.equal(masked(strided(targets), strided(mask), -7, wrong), expected)
-    if kind != torch.bool and mask.numel():
-        for value in (2, 127, 255 if kind == torch.uint8 else -1):
-            mask.flatten()[-1:], expected.flatten()[-1:] = value, wrong
-            assert torch.equal(masked(targets, mask, -7, wrong), expected)
+    if kind.is_floating_point:
+        eps = torch.finfo(kind).eps
+        negative, others = (-torch.inf, -1e4, -eps), (torch.inf, 0.5, eps, 1 + eps)
+        values = {torch.nan: wrong + 2, **dict.fromkeys(negative, wrong + 1), **dict.fromkeys(others, wrong)}
+    else:
+        values = dict.fromkeys((2, 127, 255 if kind == torch.uint8 else -1), wrong)
+    for value, code in values.items() if kind != torch.bool and mask.numel() else ():
+        mask.flatten()[-1:], expected.flatten()[-1:] = value, code
+        assert torch.equal(masked(targets, mask, -7, wrong), expected)
 
 
 @pytest.mark.parametrize("N", [0, 1, 7, 3000])
