@@ -3,12 +3,15 @@
 import copy
 import math
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from logitless.layers import lora
 from logitless.models import fit_activations, fuse_layers, patch_model
 from tests.layers.tiny import IDS, assert_same, step, tiny
 
@@ -341,6 +344,9 @@ def test_a_frozen_matrix_has_no_gradient(frozen):
     fuse_layers(model)
     assert_equal_outcomes(outcome(model), wanted)
     assert not any(frozen in name for name in wanted)
+    x = torch.randn(500, 24, dtype=BF16)
+    # x is saved for the gradient of A alone.
+    assert (cost(model, x)[1] < x.nbytes) == (frozen == "lora_A")
 
 
 def test_a_result_can_be_changed_in_place():
@@ -466,3 +472,29 @@ def test_beside_a_patched_loss():
     patch_model(model)
     assert_same(step(model), wanted, 1e-5)
     assert not fused.report.stock_calls
+
+
+@contextmanager
+def memory_filled_with_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha_pattern": {"second": 7}}, {"lora_dropout": 0.3}], ids=str)
+def test_projections_of_one_input_in_one_operator(options):
+    model = block(bias=True, rank_pattern={"second": 3}, **options)
+    layers = [layer_of(model, name) for name in ("first", "second")]
+    wanted = outcome(model)
+    model.forward = lambda x: lora.project(x, [lora.read(layer, x) for layer in layers])
+    assert_equal_outcomes(outcome(model), wanted)
+    # AdamW would decay the weights of a projection that is not used if it had a gradient of zeros.
+    for used, name in enumerate(("first", "second")):
+        model.zero_grad(set_to_none=True)
+        x = torch.randn(3, 24, requires_grad=True)
+        with memory_filled_with_nan():
+            model.forward(x)[used].sum().backward()
+        with_gradient = {n.split(".")[2] for n, p in model.named_parameters() if p.grad is not None}
+        assert with_gradient == {name} and x.grad.norm() > 0 and x.grad.isfinite().all()
