@@ -9,6 +9,7 @@ The plugin calls `logitless.models.patch_model` on the loaded model, after the a
 """
 
 import logging
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -65,7 +66,15 @@ class LogitlessArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_logitless(cls, data: Any) -> Any:
-        """Raise ValueError for a key of axolotl that the plugin does not support."""
+        """Raise ValueError for a misspelt key of the plugin, or a key of axolotl that it does not support."""
+        names = list(LogitlessArgs.model_fields)
+        for key in data:
+            # axolotl ignores keys that it does not know.
+            similar = get_close_matches(key, names, 1, 0.85)
+            if key not in names and (similar or key.startswith("logitless")):
+                expected = f"a key of the plugin ({', '.join(names)})"
+                remedy = f"write {similar[0]}" if similar else "pick one of these"
+                raise value_error("config", expected, key, remedy)
         if data.get("logitless", True):
             for key in INCOMPATIBLE_KEYS:
                 if data.get(key):

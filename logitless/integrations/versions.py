@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from logitless.errors import warn
+from logitless.errors import message, warn
 from logitless.integrations import FRAMEWORKS
 
 logger = logging.getLogger(__name__)
@@ -34,21 +35,30 @@ def installed_version(framework: str) -> str:
 def check_version(framework: str) -> None:
     """Warn, once per framework, if another minor version than the tested one is installed."""
     installed = installed_version(framework)
-    tested = FRAMEWORKS[framework].tested
-    if installed != NOT_INSTALLED and installed.split(".")[:2] != tested.split(".")[:2]:
+    if installed != NOT_INSTALLED and not _has_tested_minor(framework, installed):
         _warn_once(framework, installed)
 
 
+def _has_tested_minor(framework: str, installed: str) -> bool:
+    return installed.split(".")[:2] == FRAMEWORKS[framework].tested.split(".")[:2]
+
+
 def unavailable_error(framework: str, problem: object) -> ImportError:
-    """The error for a framework that is not installed, or that does not have a name.
+    """The error for a framework that is not installed, lacks a dependency, or does not have a name.
 
     Args:
         framework: a key of `FRAMEWORKS`.
         problem: the error that its import raised, or a text that says what is missing.
     """
     entry = FRAMEWORKS[framework]
-    got = f"{installed_version(framework)} ({problem})"
-    return ImportError(f"{entry.package}: expected {entry.minor}, got {got}; {entry.install}.")
+    installed = installed_version(framework)
+    missing = (getattr(problem, "name", None) or "").partition(".")[0]
+    is_missing = missing and sys.modules.get(missing) is None and find_spec(missing) is None
+    if installed != NOT_INSTALLED and is_missing:
+        expected = f"{missing}, which {entry.package} {installed} imports"
+        return ImportError(message(entry.package, expected, NOT_INSTALLED, f"install {missing}"))
+    expected = "a complete installation" if _has_tested_minor(framework, installed) else entry.minor
+    return ImportError(message(entry.package, expected, f"{installed} ({problem})", entry.install))
 
 
 def import_owner(framework: str, path: str) -> tuple[Any, str]:

@@ -105,6 +105,21 @@ def test_switched_off(manager):
     assert model(**INPUTS).logits is not None
 
 
+@pytest.mark.parametrize(
+    "key, remedy",
+    [
+        ("logitless_bugdet", "write logitless_budget"),
+        ("logitles", "write logitless"),
+        ("logitless_chunks", "pick one of these"),
+    ],
+)
+def test_a_misspelt_key(manager, key, remedy):
+    keys = re.escape("(logitless, logitless_budget, logitless_fused_layers)")
+    expected = f"config: expected a key of the plugin {keys}, got {key}; {remedy}"
+    with pytest.raises(ValidationError, match=expected):
+        configured(manager, YAML + f"{key}: 5\n")
+
+
 def test_another_version(manager):
     with another_version():
         manager.post_model_load(configured(manager, YAML), tiny_model())

@@ -80,12 +80,33 @@ def test_a_framework_that_is_not_there(installed):
         versions.import_owner("nemo_rl", "missing.module:function")
 
 
+def test_a_dependency_that_is_not_there(installed, monkeypatch, tmp_path):
+    """verl without ray: the version is the tested one, and not the problem."""
+    (tmp_path / "framework.py").write_text("import missing.part")
+    (tmp_path / "outdated.py").write_text("from math import surprise")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed("0.9.1")
+    expected = "^verl: expected missing, which verl 0.9.1 imports, got no installation; install missing.$"
+    with pytest.raises(ImportError, match=expected):
+        versions.import_owner("verl", "framework:function")
+    expected = r"^verl: expected a complete installation, got 0.9.1 \(cannot import name 'surprise'"
+    with pytest.raises(ImportError, match=expected):
+        versions.import_owner("verl", "outdated:function")
+
+
 def test_a_function_that_moved(installed):
     installed("0.9.1")
     assert versions.import_owner("verl", "torch.nn:Linear.forward") == (torch.nn.Linear, "forward")
     for place in ("torch.nn:Linear.surprise", "torch.nn:Surprise.forward", "torch.nn:surprise"):
-        with pytest.raises(ImportError, match=rf"^verl: expected 0\.9, got 0\.9\.1 \(nothing at {place}\)"):
+        expected = rf"^verl: expected a complete installation, got 0\.9\.1 \(nothing at {place}\); pip"
+        with pytest.raises(ImportError, match=expected):
             versions.import_owner("verl", place)
+        installed("0.10.0")
+        with pytest.raises(ImportError, match=rf"^verl: expected 0\.9, got 0\.10\.0 \(nothing at {place}\)"):
+            with pytest.warns(UserWarning, match="with which logitless was tested"):
+                versions.import_owner("verl", place)
+        versions._warn_once.cache_clear()
+        installed("0.9.1")
 
 
 def test_replaced_and_restored():
