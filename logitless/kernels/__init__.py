@@ -79,7 +79,8 @@ def fused_products(device: torch.device) -> ModuleType | None:
     none.
 
     The package has `DTYPES`, the operand dtypes that it supports, and the functions `read`, `write` and
-    `row_bytes`, which `fused_projection.py` documents. The first call imports the package and Triton.
+    `row_bytes`, which `fused_projection.py` documents. The first call imports the package; `read` and `write`
+    import Triton.
     """
     return _products_of(_generation(device) if _planned is None else _planned)
 

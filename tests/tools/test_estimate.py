@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -31,6 +34,7 @@ from tests.support import DEVICE
 from tests.tools.test_check import UNREDUCED
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
+ROOT = Path(__file__).parents[2]
 T = 11
 SIZES = {"tokens": B * T, "hidden_size": H, "vocab_size": V, "dtype": torch.float32, "device": DEVICE}
 TEACHER = {"teacher_hidden_size": TEACHER_H}
@@ -242,6 +246,35 @@ def test_the_budget_is_that_of_a_card(asked, budget):
     assert logitless.estimate(logps, **QWEN, **asked).plan.budget == budget * MIB
     logps = functools.partial(linear_logprobs, logits_budget=300 * MIB)
     assert logitless.estimate(logps, **QWEN, **asked).plan.budget == 300 * MIB
+
+
+# Run as a program in which there is no Triton.
+ON_A_CARD = """
+import sys
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *others: None if name == "triton" else find(name, *others)
+
+from logitless.__main__ import main
+
+for loss in ("CrossEntropyLoss", "JSDLoss"):
+    main(["estimate", loss, *sys.argv[1:]])
+"""
+
+
+def test_a_card_is_planned_for_without_triton(capsys):
+    """With torch alone, as before a GPU is rented. The plan is that of a machine with Triton."""
+    sizes = ["--card", "h100-80", "--tokens", "16384", "--hidden-size", "2048", "--vocab-size", "151936"]
+    for loss in ("CrossEntropyLoss", "JSDLoss"):
+        assert main(["estimate", loss, *sizes]) == 0
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_A_CARD, *sizes],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout) == (0, capsys.readouterr().out), ran.stderr
 
 
 def test_inputs_that_a_card_holds():

@@ -3,15 +3,28 @@
 `fused_projection_triton` computes the statistics of a row and its unscaled gradient. `fused_gradient_triton`
 computes the gradient of rows from their statistics. Both use the product of `product_tiles_triton`.
 `kernels/fused_projection.py` documents the interface, and is its only caller. `kernels.fused_products` loads
-this package, and Triton with it, on such a GPU alone.
+this package on such a GPU, and in a plan for one. `read` and `write` load Triton, which a plan does without.
 """
+
+import importlib
 
 import torch
 
-from logitless.kernels.hopper.fused_gradient_triton import write
-from logitless.kernels.hopper.fused_projection_triton import read, row_bytes
-
-__all__ = ["DTYPES", "read", "row_bytes", "write"]
-
 # The dtypes with which the kernels were tested.
 DTYPES = (torch.bfloat16,)
+# Columns of a tile, and the largest number of partial sums per row and tile.
+BLOCK_N, PARTIALS = 256, 5
+_KERNELS = {"read": "fused_projection_triton", "write": "fused_gradient_triton"}
+
+
+def row_bytes(V: int, *, stored: bool) -> int:
+    return 4 * PARTIALS * -(-V // BLOCK_N) + (2 * V if stored else 0)
+
+
+def __getattr__(name: str):
+    """Import `read` or `write` on first use."""
+    if name not in _KERNELS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    launcher = getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)
+    globals()[name] = launcher
+    return launcher

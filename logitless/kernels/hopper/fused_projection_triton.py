@@ -42,7 +42,6 @@ from logitless.kernels.layout import check_written, dense
 
 ROWS, TILES = 4, 128  # rows per program of `finish_kernel`, and tiles that it loads at a time
 BLOCK_H = 1024
-PARTIALS = 5  # partial sums per row and tile, at most
 
 
 @triton.jit
@@ -187,10 +186,6 @@ def read_kernel(
                 tl.store(at + 3 * partial_stride, logit_sum + logit_sum_r, mask=here)
             if SQUARES:
                 tl.store(at + (3 + SUM) * partial_stride, sum_sq + sum_sq_r, mask=here)
-
-
-def row_bytes(V: int, *, stored: bool) -> int:
-    return 4 * PARTIALS * -(-V // BLOCK_N) + (2 * V if stored else 0)
 
 
 def read(
