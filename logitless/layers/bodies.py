@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from logitless.layers import gated, layer_norm, rms_norm, rope
-from logitless.layers.source import UnrecognizedSource, fingerprint, forward_of, tree_of
+from logitless.layers.source import (
+    Definition,
+    Recognized,
+    UnrecognizedSource,
+    calls_of,
+    fingerprint,
+    forward_of,
+    functions_of,
+    tree_of,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -98,7 +107,7 @@ def norm_of(module: nn.Module) -> Norm | None:
         UnrecognizedSource: the results differ from those of the operator, or the source is not available.
     """
     function = forward_of(module)
-    norm = NORMS.get(_fingerprint(function, type(module)))
+    norm = NORMS.get(fingerprint(functions_of(function, type(module))))
     if norm is None:
         return None
     weight = getattr(module, "weight", None)
@@ -111,11 +120,12 @@ def norm_of(module: nn.Module) -> Norm | None:
     return norm
 
 
-def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rotation]], list[str]]:
+def rotations_of(function: FunctionType) -> tuple[dict[str, Recognized], list[str]]:
     """Return the rotations that a forward pass calls.
 
     Returns:
-        (name in the source -> (function, table entry); names of rotations that are not in the table).
+        (name in the source -> `Recognized` with value (function, table entry); names of rotations that are
+        not in the table).
     """
     function = inspect.unwrap(function)
     rotations = {}
@@ -125,7 +135,8 @@ def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rota
         rotation_function = _unwrap_kernel_module(value)
         rotation = rotation_of(rotation_function) if rotation_function is not None else None
         if rotation is not None:
-            rotations[name] = value, rotation
+            definition = Definition(function.__globals__, name, value)
+            rotations[name] = Recognized((value, rotation), (definition, *calls_of(rotation_function)))
         else:
             unrecognized.append(name)
     return rotations, unrecognized
@@ -149,14 +160,19 @@ def _unwrap_kernel_module(value: object) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-@functools.cache
 def rotation_of(function: FunctionType) -> Rotation | None:
     """Return the table entry of a rotation whose results agree with the operator, else None."""
     try:
-        rotation = ROTATIONS.get(fingerprint(function))
+        return _rotation_of(functions_of(function))
     except UnrecognizedSource:
         return None
-    return rotation if rotation is not None and _rotation_agrees(function, rotation) else None
+
+
+@functools.cache
+def _rotation_of(functions: tuple[FunctionType, ...]) -> Rotation | None:
+    """Return as `rotation_of`, for a rotation and all functions that it calls."""
+    rotation = ROTATIONS.get(fingerprint(functions))
+    return rotation if rotation is not None and _rotation_agrees(functions[0], rotation) else None
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -177,14 +193,20 @@ def activation_agrees(module: nn.Module) -> bool:
         )
 
 
+def layer_norm_agrees() -> bool:
+    """Whether torch's LayerNorm computes what it is known for; its forward pass may have been replaced."""
+    x = _random_tensor(8, 32)
+    module = nn.LayerNorm(32, device="cpu", dtype=FP32)
+    with torch.no_grad():
+        module.weight.copy_(_random_tensor(32, seed=1))
+        module.bias.copy_(_random_tensor(32, seed=2))
+        expected = nn.functional.layer_norm(x, (32,), module.weight, module.bias, module.eps)
+        return torch.equal(nn.LayerNorm.forward(module, x), expected)
+
+
 @functools.cache
 def _activation_of_class(cls: type) -> str | None:
     return ACTIVATION_CLASSES.get((cls.__module__, cls.__qualname__))
-
-
-@functools.cache
-def _fingerprint(function: FunctionType, owner: type) -> str:
-    return fingerprint(function, owner)
 
 
 def apply_norm(norm: Norm, module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -272,4 +294,5 @@ if __name__ == "__main__":
     for path in sys.argv[1:]:
         module_name, _, name = path.rpartition(".")
         target = getattr(import_module(module_name), name)
-        print(fingerprint(target.forward, target) if isinstance(target, type) else fingerprint(target), path)
+        called = functions_of(target.forward, target) if isinstance(target, type) else functions_of(target)
+        print(fingerprint(called), path)

@@ -17,12 +17,13 @@ from logitless.layers.bodies import (
     Rotation,
     activation_agrees,
     activation_of,
+    layer_norm_agrees,
     norm_of,
     rotations_of,
 )
-from logitless.layers.fused_forwards import KEY
+from logitless.layers.fused_forwards import KEY, LAYER_NORM
 from logitless.layers.rewrite import Rewritten, rewrite
-from logitless.layers.source import UnrecognizedSource, forward_of
+from logitless.layers.source import Definition, Recognized, UnrecognizedSource, definitions_of, forward_of
 from logitless.layers.statements import FusibleNames
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,8 @@ def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] |
     body = norm_of(module)
     if body is None:
         return (), None, "its source is not known"
-    return ("norm",), exchange(module, KEY, fused_forwards.norm_forward, body), ""
+    state = Recognized(body, definitions_of(type(module), "forward"))
+    return ("norm",), exchange(module, KEY, fused_forwards.norm_forward, state), ""
 
 
 def _fuse_lora(
@@ -203,6 +205,8 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     # Not named_children, which omits the second name of a module.
     children = {name: child for name, child in module._modules.items() if child is not None}
     bodies = {name: fused_forwards.body_of(child) for name, child in children.items()}
+    if LAYER_NORM in bodies.values() and not layer_norm_agrees():
+        bodies = {name: None if body is LAYER_NORM else body for name, body in bodies.items()}
     bodies = {name: body for name, body in bodies.items() if body is not None}
     activations = {name for name, child in children.items() if activation_of(child) is not None}
     activations = {name for name in activations if activation_agrees(children[name])}
@@ -211,7 +215,8 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     reason = f"{', '.join(unrecognized)}: its source is not known" if unrecognized else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
     names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations)))
-    rewritten = _rewrite_cached(function, names, tuple(rotations.items())) if any(names) else None
+    named_rotations = tuple((name, *rotation.value) for name, rotation in rotations.items())
+    rewritten = _rewrite_cached(function, names, named_rotations) if any(names) else None
     if rewritten is None:
         # The report already names the norm.
         is_norm = "Norm" in type(module).__name__
@@ -220,19 +225,23 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     if hasattr(module, "_apply_gate") and implementation not in (None, "eager"):
         # The decorator of transformers' experts calls their forward pass for "eager" only.
         return (), None, f"experts_implementation {implementation!r} runs other code"
-    return (
-        rewritten.replaced,
-        exchange(module, KEY, fused_forwards.rewritten_forward, rewritten.function),
-        reason,
-    )
+    definitions = [Definition(type(module), "forward", function)]
+    for rotation in rotations.values():
+        definitions += rotation.definitions
+    # Norms of the model are fused modules, with definitions of their own.
+    torch_norms = {nn.LayerNorm for body in bodies.values() if body is LAYER_NORM}
+    for cls in torch_norms | {type(children[name]) for name in activations}:
+        definitions += definitions_of(cls, "forward")
+    state = Recognized(rewritten.function, tuple(definitions))
+    return rewritten.replaced, exchange(module, KEY, fused_forwards.rewritten_forward, state), reason
 
 
 @functools.cache
 def _rewrite_cached(
-    function: FunctionType, names: FusibleNames, rotations: tuple[tuple[str, tuple[Callable, Rotation]], ...]
+    function: FunctionType, names: FusibleNames, rotations: tuple[tuple[str, Callable, Rotation], ...]
 ) -> Rewritten | None:
     """Rewrite a forward pass once for all modules with the same class and names."""
-    bindings = {name: fused_forwards.Rotate(*value) for name, value in rotations}
+    bindings = {name: fused_forwards.Rotate(original, rotation) for name, original, rotation in rotations}
     return rewrite(function, names, HELPERS | bindings)
 
 

@@ -1,14 +1,13 @@
 """Forward passes of fused modules, and the functions that rewritten forward passes call.
 
 Each function runs the model's own code where the fused operator would behave differently: if a module that
-would be bypassed has hooks or a `forward` attribute on the instance, if a parameter is not a plain tensor
-(DTensor, ZeRO-3, quantized), or for other dtypes. Under torch.compile the model's own code runs, because
-Inductor fuses it better.
+would be bypassed has hooks or a `forward` attribute on the instance, if its code was replaced after
+`fuse_layers`, if a parameter is not a plain tensor (DTensor, ZeRO-3, quantized), or for other dtypes. Under
+torch.compile the model's own code runs, because Inductor fuses it better.
 """
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from logitless.exchange import state_of
 from logitless.layers import add_layer_norm, add_rms_norm, gated, qk_norm_rope, rms_norm_add
 from logitless.layers.bodies import Norm, Rotation, activation_of, apply_norm, apply_rotation, operator_angles
+from logitless.layers.source import Recognized
 
 KEY = "layers"
 # Table entry of torch's LayerNorm. It is one kernel already; only an addition before it is fused.
@@ -39,24 +39,24 @@ class Addition(NamedTuple):
     is_after: bool
 
 
-def norm_forward(module: nn.Module, body: Norm, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def norm_forward(module: nn.Module, norm: Recognized, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Forward pass of a fused norm; with an `Addition` as second argument, of norm and addition."""
     if len(args) == 2 and type(args[1]) is Addition:
-        return _run_norm_with_addition(module, body, *args)
+        return _run_norm_with_addition(module, norm.value, *args)
     weight = getattr(module, "weight", None)
-    if len(args) != 1 or kwargs or is_transformed() or not _is_plain(*args, weight):
+    if len(args) != 1 or kwargs or is_transformed() or not norm.is_current() or not _is_plain(*args, weight):
         return original(*args, **kwargs)
-    return apply_norm(body, module, args[0], weight)
+    return apply_norm(norm.value, module, args[0], weight)
 
 
 def rewritten_forward(
-    module: nn.Module, new_forward: FunctionType, original: Callable, *args: Any, **kwargs: Any
+    module: nn.Module, new_forward: Recognized, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """Forward pass of a module in whose `forward` `rewrite.py` has replaced statements."""
     has_cache = any(kwargs.get(name) is not None for name in CACHES)
-    if (has_cache and not torch.is_grad_enabled()) or is_transformed():
+    if (has_cache and not torch.is_grad_enabled()) or is_transformed() or not new_forward.is_current():
         return original(*args, **kwargs)
-    return new_forward(module, *args, **kwargs)
+    return new_forward.value(module, *args, **kwargs)
 
 
 def add_norm(
@@ -153,6 +153,8 @@ class Rotate:
 
     def _supports(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Whether the fused operator computes the same as the model's function for these tensors."""
+        if isinstance(self.original, nn.Module) and not is_untouched(self.original):
+            return False
         if not _is_plain(q, k, cos, sin) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
             return False
         # Angles of one token, which PyTorch would broadcast, are not supported.
@@ -185,7 +187,7 @@ def body_of(module: nn.Module) -> Norm | None:
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return LAYER_NORM
     state = state_of(module, KEY)
-    return state if isinstance(state, Norm) else None
+    return state.value if state is not None and type(state.value) is Norm and state.is_current() else None
 
 
 def is_untouched(module: nn.Module) -> bool:

@@ -86,7 +86,8 @@ def _names_in(tree: ast.AST) -> list[str]:
 def _compile(function: FunctionType, tree: ast.FunctionDef, bindings: dict[str, Any]) -> FunctionType:
     """Compile the function inside an outer one whose arguments are the names of `bindings`.
 
-    Its globals are still those of the module, so later changes of them take effect.
+    Its globals are still those of the module, so later changes of them take effect. For the functions in
+    `bindings`, the caller compares them with what the names hold (`source.Recognized`).
     """
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]

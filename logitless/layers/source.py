@@ -1,14 +1,18 @@
-"""The source of a module's forward pass, and its fingerprint together with all functions that it calls."""
+"""The source of a forward pass and of the functions that it calls: decorators, fingerprints, changes."""
 
 import ast
 import functools
 import hashlib
 import inspect
+import logging
 import textwrap
 from collections.abc import Callable
 from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 class UnrecognizedSource(Exception):
@@ -103,8 +107,72 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
     return tree
 
 
-def fingerprint(function: FunctionType, owner: type | None = None) -> str:
-    """Return a hash of 12 hex digits of the source of a function and of every function that it calls.
+class Definition(NamedTuple):
+    """A name of a class or of a module's globals, and the value that it had when a model was fused."""
+
+    namespace: type | dict[str, Any]
+    name: str
+    value: Any
+
+
+class Recognized(NamedTuple):
+    """State of a fused module: what was recognized in its code, and the definitions of that code.
+
+    The code may be replaced later, for example by `LlamaMLP.forward = mine`. A fused forward pass therefore
+    starts with `is_current`, and runs the module's own forward pass if it is False.
+    """
+
+    value: Any
+    definitions: tuple[Definition, ...]
+
+    def is_current(self) -> bool:
+        """Whether the code is still the one that was recognized; if not, a warning is logged once."""
+        for namespace, name, value in self.definitions:
+            if _look_up(namespace, name) is not value:
+                _warn_of_change(namespace, name)
+                return False
+        return True
+
+    def __deepcopy__(self, memo: dict) -> "Recognized":
+        # A copy of a namespace would not see changes.
+        return self
+
+
+def _look_up(namespace: type | dict[str, Any], name: str) -> Any:
+    return namespace.get(name) if type(namespace) is dict else getattr(namespace, name, None)
+
+
+def _warn_of_change(namespace: type | dict[str, Any], name: str) -> None:
+    is_class = isinstance(namespace, type)
+    where = namespace.__qualname__ if is_class else namespace.get("__name__")
+    _warn_once(f"{where}.{name}", id(_look_up(namespace, name)))
+
+
+@functools.cache
+def _warn_once(name: str, value_id: int) -> None:
+    """Log a change of `name`; once for each new value."""
+    logger.warning("%s was replaced after fuse_layers; fused modules that use it run the model's code", name)
+
+
+def definitions_of(namespace: type | dict[str, Any], name: str) -> tuple[Definition, ...]:
+    """Return the definition of a function, and of every function that it calls, for a `Recognized`.
+
+    Args:
+        namespace: the class of a method, or the globals in which a function is called.
+        name: the function's name there.
+
+    Raises:
+        UnrecognizedSource: the source of one of the functions is not available.
+    """
+    function = _look_up(namespace, name)
+    calls = calls_of(function, namespace if isinstance(namespace, type) else None)
+    return Definition(namespace, name, function), *calls
+
+
+def calls_of(function: FunctionType, owner: type | None = None) -> tuple[Definition, ...]:
+    """Return the definitions of all functions that a function calls, directly or through others, in order.
+
+    These are functions of its file or imported into it, and methods of `self`.
 
     Args:
         function: a function of a Python module, or a method of `owner`.
@@ -113,26 +181,49 @@ def fingerprint(function: FunctionType, owner: type | None = None) -> str:
     Raises:
         UnrecognizedSource: the source of one of the functions is not available.
     """
-    sources = []
+    definitions: dict[tuple[int, str], Definition] = {}
     queue = [function]
-    seen = set()
-    while queue:
-        current = queue.pop(0)
-        if current in seen:
-            continue
-        seen.add(current)
-        tree = tree_of(current)
-        sources.append(ast.unparse(tree))
-        queue += _find_callees(tree, current, owner)
-    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
+    for current in queue:
+        for is_method, name in _read_source(current).names:
+            namespace = owner if is_method else current.__globals__
+            value = _look_up(namespace, name)
+            key = id(namespace), name
+            if isinstance(value, FunctionType) and key not in definitions:
+                definitions[key] = Definition(namespace, name, value)
+                queue.append(value)
+    return tuple(definitions.values())
 
 
-def _find_callees(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> list[FunctionType]:
-    """Return the functions of the same file and the methods of `self` that occur in the tree, in order."""
-    callees = []
+def functions_of(function: FunctionType, owner: type | None = None) -> tuple[FunctionType, ...]:
+    """Return a function and all functions that it calls, each once. Arguments and errors: see `calls_of`."""
+    return tuple(dict.fromkeys([function, *(call.value for call in calls_of(function, owner))]))
+
+
+@functools.cache
+def fingerprint(functions: tuple[FunctionType, ...]) -> str:
+    """Return a hash of 12 hex digits of the source of the functions (`functions_of`)."""
+    return hashlib.sha256("\n".join(_read_source(each).text for each in functions).encode()).hexdigest()[:12]
+
+
+class _Source(NamedTuple):
+    """Source of a function.
+
+    Attributes:
+        text: without comments, docstring, decorators and annotations.
+        names: (whether it is an attribute of self, name) of all names, in order.
+    """
+
+    text: str
+    names: tuple[tuple[bool, str], ...]
+
+
+@functools.cache
+def _read_source(function: FunctionType) -> _Source:
+    tree = tree_of(function)
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            callees.append(function.__globals__.get(node.id))
+            names.append((False, node.id))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            callees.append(getattr(owner, node.attr, None))
-    return [callee for callee in callees if isinstance(callee, FunctionType)]
+            names.append((True, node.attr))
+    return _Source(ast.unparse(tree), tuple(dict.fromkeys(names)))

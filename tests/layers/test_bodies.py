@@ -14,12 +14,14 @@ from logitless.layers.bodies import (
     ROTATIONS,
     Norm,
     Rotation,
+    _rotation_of,
     activation_agrees,
     activation_of,
     norm_of,
     rotation_of,
 )
-from logitless.layers.source import UnrecognizedSource, fingerprint
+from logitless.layers.fused_forwards import Rotate
+from logitless.layers.source import UnrecognizedSource, fingerprint, functions_of
 
 NORM_CLASSES = {
     "llama.LlamaRMSNorm": Norm("llama"),
@@ -91,8 +93,8 @@ def test_rotations(name):
 
 def test_the_table_has_nothing_that_no_model_has():
     classes = [found(*path.split(".")) for path in NORM_CLASSES]
-    assert set(NORMS) <= {fingerprint(cls.forward, cls) for cls in classes}
-    assert set(ROTATIONS) <= {fingerprint(found(name)) for name in ROTATION_FUNCTIONS}
+    assert set(NORMS) <= {fingerprint(functions_of(cls.forward, cls)) for cls in classes}
+    assert set(ROTATIONS) <= {fingerprint(functions_of(found(name))) for name in ROTATION_FUNCTIONS}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -131,7 +133,7 @@ def test_a_table_that_is_wrong_is_found_out(monkeypatch, path, wrong):
 )
 def test_a_rotation_that_is_wrong_is_found_out(monkeypatch, wrong):
     monkeypatch.setattr(bodies, "ROTATIONS", dict.fromkeys(ROTATIONS, wrong))
-    assert rotation_of.__wrapped__(found("llama")) is None
+    assert _rotation_of.__wrapped__(functions_of(found("llama"))) is None
 
 
 def test_an_activation_that_is_wrong_is_found_out(monkeypatch):
@@ -147,7 +149,9 @@ def test_what_a_body_calls_belongs_to_it():
         def _norm(self, x):
             return super()._norm(x - x.mean(-1, keepdim=True))
 
-    assert fingerprint(Centered.forward, Centered) != fingerprint(gemma.forward, gemma)
+    assert fingerprint(functions_of(Centered.forward, Centered)) != fingerprint(
+        functions_of(gemma.forward, gemma)
+    )
     assert norm_of(Centered(16)) is None
 
 
@@ -178,20 +182,28 @@ def test_a_function_that_kernels_made_a_module_of(monkeypatch):
     made = module_around(stock)
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", made)
     forward = llama.LlamaAttention.forward
-    assert bodies.rotations_of(forward) == ({"apply_rotary_pos_emb": (made, Rotation())}, [])
+
+    def recognized():
+        rotations, unrecognized = bodies.rotations_of(forward)
+        return {name: rotation.value for name, rotation in rotations.items()}, unrecognized
+
+    assert recognized() == ({"apply_rotary_pos_emb": (made, Rotation())}, [])
+    rotate = Rotate(made, Rotation())
     # A kernel has been put in its place.
-    made.forward = lambda *args: None
-    assert bodies.rotations_of(forward) == ({}, ["apply_rotary_pos_emb"])
+    made.forward = lambda *args: "kernel"
+    q, k, table = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 3, 4)
+    assert rotate(q, k, table, table) == "kernel"
+    assert recognized() == ({}, ["apply_rotary_pos_emb"])
     # What somebody patches between two models is seen.
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
-    assert bodies.rotations_of(forward) == ({}, ["apply_rotary_pos_emb"])
+    assert recognized() == ({}, ["apply_rotary_pos_emb"])
     monkeypatch.undo()
-    assert bodies.rotations_of(forward) == ({"apply_rotary_pos_emb": (stock, Rotation())}, [])
+    assert recognized() == ({"apply_rotary_pos_emb": (stock, Rotation())}, [])
 
 
 def test_the_trial_leaves_random_numbers_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     norm_of(LlamaRMSNorm(16))
-    rotation_of.__wrapped__(found("llama"))
+    _rotation_of.__wrapped__(functions_of(found("llama")))
     assert torch.equal(torch.get_rng_state(), before)

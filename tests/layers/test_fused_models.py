@@ -3,6 +3,7 @@ compilers, generation, hooks."""
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -340,3 +341,62 @@ def test_a_weight_on_another_device_is_an_error():
 def test_the_report_counts_the_modules_of_a_class():
     report = str(fuse_layers(tiny("Qwen3")).report)
     assert "2 x Qwen3MLP: gate act_fn\n" in report and "not fused: none" in report
+
+
+def doubled(function):
+    """A function whose first result is twice that of `function`."""
+
+    def doubling(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    return doubling
+
+
+# Part of a model -> (family, class or none for the file of the model, name in it, operators that it stops)
+REPLACED = {
+    "rotation": ("Qwen3", None, "apply_rotary_pos_emb", {"qk_norm_rope"}),
+    "function that the rotation calls": ("Llama", None, "rotate_half", {"rope"}),
+    "norm": ("Qwen3", "Qwen3RMSNorm", "forward", {"rms_norm", "add_rms_norm", "qk_norm_rope"}),
+    "method that the norm calls": (
+        "Gemma3",
+        "Gemma3RMSNorm",
+        "_norm",
+        {"rms_norm", "rms_norm_add", "qk_norm_rope"},
+    ),
+    "attention": ("Qwen3", "Qwen3Attention", "forward", {"qk_norm_rope"}),
+    "decoder layer": ("Gemma3", "Gemma3DecoderLayer", "forward", {"rms_norm_add"}),
+    "MLP": ("Qwen3", "Qwen3MLP", "forward", {"gated"}),
+    "activation": ("Phi3", "SiLUActivation", "forward", {"gated"}),
+}
+
+
+@pytest.mark.parametrize("part", REPLACED)
+def test_code_that_is_replaced_after_fusing_takes_effect(part, monkeypatch, caplog):
+    family, cls, name, stopped = REPLACED[part]
+    model, stock, later = tiny(family), tiny(family), tiny(family)
+    namespace = sys.modules[type(model).__module__]
+    if cls is not None:
+        namespace = next(type(module) for module in model.modules() if type(module).__name__ == cls)
+    before = step(stock)
+    undo = fuse_layers(model)
+    with counted() as all_calls:
+        step(model)
+    monkeypatch.setattr(namespace, name, doubled(getattr(namespace, name)))
+    wanted = step(stock)
+    assert wanted.loss != before.loss
+    caplog.clear()
+    with counted() as calls:
+        assert_same(step(model), wanted)
+    assert stopped <= all_calls.keys() and calls and not calls.keys() & stopped
+    (record,) = caplog.records
+    assert f".{name} was replaced after fuse_layers" in record.getMessage()
+    # A model that is fused with the new code in place.
+    fuse_layers(later)
+    assert_same(step(later), wanted)
+    monkeypatch.undo()
+    with counted() as calls:
+        assert_same(step(model), before)
+    assert calls == all_calls
+    undo()
+    assert torch.equal(step(model).loss, before.loss)

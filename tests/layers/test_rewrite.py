@@ -446,7 +446,20 @@ def test_tracebacks_show_the_models_own_lines():
 def test_globals_stay_live():
     module = Gate()
     fuse_layers(module)
-    assert state_of(module, fused_forwards.KEY).__globals__ is Gate.forward.__globals__
+    assert state_of(module, fused_forwards.KEY).value.__globals__ is Gate.forward.__globals__
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_torchs_layer_norm_may_be_replaced(when, monkeypatch):
+    module, (x, r) = TorchsLayerNorm(), operands()
+    stock = nn.LayerNorm.forward
+    if when == "after":
+        assert fuse_layers(module).report.fused[""] == (ADD,)
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: 2 * stock(self, x))
+    if when == "before":
+        assert "" not in fuse_layers(module).report.fused
+    total = module.proj(x) + r
+    torch.testing.assert_close(module(x, r), (2 * stock(module.norm, total), total))
 
 
 def test_defaults_are_those_of_the_function():
@@ -461,7 +474,9 @@ def test_defaults_are_those_of_the_function():
     wanted = module(x)
     fuse_layers(module)
     torch.testing.assert_close(module(x), wanted)
-    assert inspect.signature(state_of(module, fused_forwards.KEY)) == inspect.signature(Defaults.forward)
+    assert inspect.signature(state_of(module, fused_forwards.KEY).value) == inspect.signature(
+        Defaults.forward
+    )
 
 
 def test_what_cannot_be_told_from_the_source():
