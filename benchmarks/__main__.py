@@ -22,6 +22,7 @@ from benchmarks import (
     usecase,
 )
 from benchmarks import ce as cross_entropy
+from benchmarks import counts as counted
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -50,6 +51,7 @@ from benchmarks.options import (
     speaker,
 )
 from benchmarks.own_rows import HOST_CALLS, ROWS
+from benchmarks.peers import package_version
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import RESULTS, every, new_document, newest, origin, write_json
@@ -402,6 +404,20 @@ def compare_two_trees(
     typer.echo(compare_trees.table(document))
     if document["summary"]["wrong"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def counts(
+    out: Annotated[Path, typer.Option(help="The JSON file, with which a test compares.")] = counted.FILE,
+) -> None:
+    """What a warm call executes on a CPU and on a simulated Hopper GPU: Python calls, functions, records,
+    opcodes, operators and launches. The same in every run."""
+    versions = {"trl": package_version("trl")}
+    document = new_document("counts", torch.device("cpu"), quick=False, versions=versions)
+    counted.run(document)
+    write_json(out, document)
+    finish(out)
+    typer.echo(counted.table(document))
 
 
 @app.command()
