@@ -6,6 +6,7 @@ their product. The model's own code then scales and caps them, shifts the labels
 family. An operation that needs the values of the logits raises TypeError.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -113,9 +114,42 @@ def defer_logits(
         raise value_error("model", expected, type(model).__name__, remedy)
 
 
+def keywords_of(forward: Callable) -> frozenset[str] | None:
+    """Return the names of the arguments that a forward pass takes; None if it takes any (`**kwargs`)."""
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    return None if takes_any else frozenset(parameters)
+
+
+def accepted(keywords: frozenset[str] | None, **options: Any) -> dict[str, Any]:
+    """Return the options that a forward pass with these `keywords_of` takes."""
+    return {name: x for name, x in options.items() if keywords is None or name in keywords}
+
+
+def logits_in(output: Any, model: nn.Module) -> "DeferredLogits":
+    """Return the deferred logits of a model's output: a `ModelOutput`, a tuple, or the logits alone.
+
+    Raises:
+        ValueError: the output does not hold them, or a tuple holds several.
+    """
+    values = output if isinstance(output, tuple) else (getattr(output, "logits", None),)
+    found = [output] if isinstance(output, DeferredLogits) else list(values)
+    found = [x for x in found if isinstance(x, DeferredLogits)]
+    if len(found) != 1:
+        expected = "a forward pass that returns the logits of its LM head"
+        got = f"{type(output).__name__} of {type(model).__name__}"
+        raise value_error("model", expected, got, "return a ModelOutput with logits, or a tuple with them")
+    return found[0]
+
+
 def _deferring_forward(
-    head: nn.Module, deferral: Deferral, original: Callable, hidden: Tensor, compute: Callable | None = None
+    head: nn.Module,
+    deferral: Deferral,
+    original: Callable,
+    input: Tensor,  # named as by nn.Linear
+    compute: Callable | None = None,
 ) -> Any:
+    hidden = input
     if compute is not None:
         return compute(hidden)
     if not deferral.is_enabled:
@@ -134,7 +168,16 @@ def _deferring_forward(
     )
 
 
-@dataclass(frozen=True)
+def _refusal(use: str) -> Callable:
+    """Return a method that refuses a use of the logits."""
+
+    def refuse(self: "DeferredLogits", *args: Any) -> Any:
+        return self._refuse(use)
+
+    return refuse
+
+
+@dataclass(frozen=True, eq=False)
 class DeferredLogits:
     """Logits (..., V) that are not computed: z = logit_scale * (h·w + b), or softcap * tanh(z / softcap)."""
 
@@ -153,8 +196,6 @@ class DeferredLogits:
     }
     supported: ClassVar = "a loss that is their cross-entropy"
     remedy: ClassVar = "compute the loss of this model without logitless"
-
-    __iter__ = None  # otherwise Python would iterate by __getitem__
 
     def current_view(self) -> HeadView:
         """Return the head with its transform, as it is now: FSDP may have resharded the weight."""
@@ -220,10 +261,16 @@ class DeferredLogits:
 
     __rmul__ = __mul__
 
-    def _refuse_sum(self, *others: Any) -> Any:
-        return self._refuse("a sum or a difference")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __iadd__ = __isub__ = __neg__ = _refuse_sum
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refusal("a sum or a difference")
+    __setitem__ = __delitem__ = _refusal("an assignment to parts")
+    __pow__ = __rpow__ = _refusal("a power")
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = _refusal("a quotient")
+    __matmul__ = __rmatmul__ = _refusal("a matrix product")
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refusal("a comparison")
+    __abs__ = _refusal("the absolute values")
+    __iter__ = __len__ = __contains__ = _refusal("an iteration")
+    __bool__ = __int__ = __float__ = _refusal("a conversion to a number")
+    __hash__ = object.__hash__
 
     def __truediv__(self, divisor: Any) -> "DeferredLogits":
         return self * (1 / divisor)

@@ -20,9 +20,11 @@ from logitless.models.heads import base_of, find_head
 from logitless.models.logits import (
     Deferral,
     DeferredLogits,
+    accepted,
     defer_logits,
     deferral_of,
     deferring_head,
+    keywords_of,
     remove_deferral,
 )
 from logitless.models.probes import check_call, check_head
@@ -53,7 +55,8 @@ class Patch:
     model: nn.Module
     logits_budget: int | None
     unverified: bool
-    labels_position: int  # position of `labels` among the arguments
+    labels_position: int | None  # position of `labels` among the arguments; None if given by name alone
+    options: dict[str, Any]  # with which the forward pass returns a `ModelOutput`, if it takes any
     checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
     last_plan: Plan | None = None
     has_warned: bool = False  # about a training step whose loss is not computed by the patch
@@ -117,10 +120,11 @@ def make_patch(model: nn.Module, logits_budget: int | None, *, unverified: bool 
     base = base_of(model)
     head = find_head(base)
     remedy = "pass a model of AutoModelForCausalLM"
-    names = list(inspect.signature(base.forward).parameters)
-    if "labels" not in names:
+    keywords = keywords_of(base.forward)
+    if keywords is not None and "labels" not in keywords:
         raise value_error("model", "a forward pass that takes labels", type(base).__name__, remedy)
-    patch = Patch(base, logits_budget, unverified, names.index("labels"))
+    options = accepted(keywords, return_dict=True)
+    patch = Patch(base, logits_budget, unverified, _labels_position(base), options)
     with deferring_head(head, patch.deferral):
         _probe(patch, head)
     return patch
@@ -128,7 +132,8 @@ def make_patch(model: nn.Module, logits_budget: int | None, *, unverified: bool 
 
 def _forward(model: nn.Module, patch: Patch, original: Callable, *args: Any, **kwargs: Any) -> Any:
     position = patch.labels_position
-    has_labels = kwargs.get("labels") is not None or len(args) > position and args[position] is not None
+    is_positional = position is not None and len(args) > position
+    has_labels = (args[position] if is_positional else kwargs.get("labels")) is not None
     if not has_labels and kwargs.get("shift_labels") is None:
         if _may_warn(model, patch):
             package = _calling_package()
@@ -144,13 +149,44 @@ def _forward(model: nn.Module, patch: Patch, original: Callable, *args: Any, **k
     if return_dict not in (None, True):
         remedy = "a tuple needs logits, which are not computed"
         raise value_error("return_dict", "True for a labelled call", return_dict, remedy)
-    kwargs["return_dict"] = True
+    kwargs |= patch.options
     with defer_logits(model, patch.logits_budget, unverified=patch.unverified) as deferral:
         out = original(*args, **kwargs)
     patch.last_plan = deferral.last_plan
     if deferral.is_checked and not patch.checked.startswith("checked"):
         patch.checked = "checked at step 1"
-    return type(out)(**{name: x for name, x in out.items() if not isinstance(x, DeferredLogits)})
+    return _without_logits(out, model)
+
+
+def _labels_position(model: nn.Module) -> int | None:
+    """Return the position of `labels` among the arguments of the forward pass; None if it has none."""
+    for cls in type(model).__mro__:
+        if "forward" not in vars(cls):
+            continue
+        _, *parameters = inspect.signature(cls.forward).parameters.values()
+        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        if "labels" in names:
+            return names.index("labels")
+        # `*args` go to the forward pass of the class that this one extends.
+        if not any(x.kind is x.VAR_POSITIONAL for x in parameters):
+            break
+    return None
+
+
+def _without_logits(output: Any, model: nn.Module) -> Any:
+    """Return the output of a labelled call without the deferred logits: None in their place in a tuple.
+
+    Raises:
+        ValueError: it is neither a `ModelOutput` with a loss nor a tuple.
+    """
+    if isinstance(output, tuple):
+        values = [None if isinstance(x, DeferredLogits) else x for x in output]
+        return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
+    if not isinstance(output, dict) or output.get("loss") is None:
+        got = f"{type(output).__name__} without one from {type(model).__name__}"
+        remedy = "return it from its forward pass, or use a loss with head_of(model)"
+        raise value_error("model", "outputs with a loss for labels", got, remedy)
+    return type(output)(**{name: x for name, x in output.items() if not isinstance(x, DeferredLogits)})
 
 
 def _backbone_forward(

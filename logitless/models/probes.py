@@ -102,11 +102,11 @@ def check_call(
     ids = torch.arange(3, 3 + NUM_TOKENS, device=next(model.parameters()).device)[None]
     with probe_mode(model):
         try:
-            original_loss = forward(input_ids=ids, labels=ids).loss.item()
+            original_loss = _loss_of(forward(input_ids=ids, labels=ids)).item()
         except Exception as error:
             # A model that needs pixels or special token ids may raise any exception.
             return f"{type(error).__name__}: {error}"
-        deferred_loss = deferred_forward(input_ids=ids, labels=ids).loss.item()
+        deferred_loss = _loss_of(deferred_forward(input_ids=ids, labels=ids)).item()
     if not math.isfinite(original_loss):
         return f"its own loss is {original_loss}"
     tolerance = max_difference(next(model.parameters()).dtype, abs(original_loss))
@@ -115,3 +115,7 @@ def check_call(
         remedy = "compute its loss without logitless"
         raise value_error("model", expected, f"{deferred_loss:.6g}", remedy)
     return None
+
+
+def _loss_of(output: Any) -> Tensor:
+    return output["loss"] if isinstance(output, dict) else output[0]

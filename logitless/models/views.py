@@ -10,7 +10,7 @@ from logitless.engine.head_view import HeadView, is_of_user, view_of
 from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
 from logitless.models.heads import base_of, find_head, read_head, unwrap
-from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
+from logitless.models.logits import Deferral, accepted, defer_logits, deferring_head, keywords_of, logits_in
 
 
 class _CachedTransform(NamedTuple):
@@ -125,12 +125,12 @@ def _measure_softcap_and_scale(
                 torch.no_grad(),
                 defer_logits(model),
             ):
-                logits = model.forward(ids, return_dict=True).logits
+                options = accepted(keywords_of(model.forward), return_dict=True)
+                logits = logits_in(model.forward(ids, **options), model)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        is_projection = isinstance(logits, DeferredLogits) and logits.rows == weight.shape[0]
-        if is_projection and logits.hidden.shape == hidden.shape:
+        if logits.shape == (*hidden.shape[:-1], weight.shape[0]) and logits.hidden.shape == hidden.shape:
             factor = logits.hidden.double() / hidden
             if torch.allclose(factor, factor[..., :1]):
                 return logits.softcap, logits.logit_scale * factor[0, 0, 0].item()

@@ -2,10 +2,12 @@
 transformers."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from logitless.errors import value_error
@@ -112,10 +114,21 @@ def adapter_of(trainer_class: type) -> Adapter:
 
 
 def attach_patch(chunked: ChunkedLoss) -> Attach:
-    """Check the model as `patch_model` does; returns the function that attaches the patch to it."""
-    model = base_of(chunked.trainer, chunked.trainer.model)
-    chunked.patch = make_patch(model, chunked.logits_budget)
-    return lambda model: chunked.patch.active()
+    """Check the model as `patch_model` does, and each further model that `model_init` makes."""
+
+    def attach(model: PreTrainedModel) -> AbstractContextManager:
+        if chunked.patch is None or chunked.patch.model is not model:
+            chunked.patch = make_patch(model, chunked.logits_budget)
+        return nullcontext()  # the adapter's context applies it
+
+    attach(base_of(chunked.trainer, chunked.trainer.model))
+    return attach
+
+
+def apply_patch(chunked: ChunkedLoss) -> AbstractContextManager:
+    """Context manager in which the patch is applied: while `compute_loss` runs. A prediction step without
+    labels calls the model itself, and needs its logits."""
+    return chunked.patch.active()
 
 
 def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
@@ -133,11 +146,15 @@ def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any)
     if _lacks_logits(outputs):
         with torch.no_grad():
             outputs = arguments.model(**{name: x for name, x in inputs.items() if name != "labels"})
+        if isinstance(outputs, tuple):  # which has no loss, in a call without labels
+            outputs = (loss, *outputs)
     return loss, outputs
 
 
 def _lacks_logits(outputs: Any) -> bool:
     """Whether these are outputs of the patched model: with a field for logits, which is None."""
+    if isinstance(outputs, tuple):
+        return any(x is None for x in outputs)
     if isinstance(outputs, ModelOutput):
         return getattr(outputs, "logits", outputs) is None
     return isinstance(outputs, dict) and outputs.get("logits", outputs) is None
@@ -155,5 +172,6 @@ PLAIN = Adapter(
     "transformers:",
     checks=(check_no_label_smoothing,),
     attachments={"model": attach_patch},
+    context=apply_patch,
     replacements={"compute_loss": Replacement(compute_model_loss, EVERY_STEP, calls_original=True)},
 )

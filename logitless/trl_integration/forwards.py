@@ -20,6 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 from logitless.engine.head_view import is_of_user
 from logitless.errors import value_error
 from logitless.exchange import instance_forward, stock_forward
+from logitless.models.logits import accepted, keywords_of
 
 from .adapter import name_of
 
@@ -35,6 +36,8 @@ class Forwards:
             one that the user has set on the instance.
         has_outer_autocast: whether Accelerate's autocast is around TRL's outermost fused head.
         fused_head: TRL's outermost fused head, if any.
+        keywords: the `keywords_of` `base`.
+        needs_labels: whether `base` has to be called with labels.
     """
 
     model: nn.Module
@@ -42,6 +45,27 @@ class Forwards:
     base: Callable
     has_outer_autocast: bool
     fused_head: Callable | None
+    keywords: frozenset[str] | None
+    needs_labels: bool
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether these are the forward passes of `model` now."""
+        return self.model is model and self.on_instance is instance_forward(model)
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments for `base`: those given, without a cache, for a `ModelOutput`.
+
+        Raises:
+            ValueError: `base` does not take one of them. TRL's fused head passes them to the backbone.
+        """
+        fixed = {"use_cache": False, "return_dict": True}
+        arguments = {name: x for name, x in given.items() if name not in fixed}
+        if self.keywords is not None:
+            unknown = [name for name in arguments if name not in self.keywords]
+            if unknown:
+                expected = f"a forward pass that takes {', '.join(unknown)}"
+                raise value_error("model", expected, name_of(self.base), "add **kwargs to its signature")
+        return arguments | accepted(self.keywords, **fixed)
 
 
 def forwards_of(model: nn.Module) -> Forwards:
@@ -65,7 +89,10 @@ def forwards_of(model: nn.Module) -> Forwards:
     base = stock_forward(model)
     if function is not None and function is not base.__func__ and not _is_class_forward(model, function):
         base = MethodType(function, model) if isinstance(forward, MethodType) else forward
-    return Forwards(model, on_instance, base, has_outer_autocast, fused_head)
+    labels = inspect.signature(base).parameters.get("labels")
+    needs_labels = labels is not None and labels.default is labels.empty
+    keywords = keywords_of(base)
+    return Forwards(model, on_instance, base, has_outer_autocast, fused_head, keywords, needs_labels)
 
 
 def check_fused_head(forwards: Forwards) -> None:

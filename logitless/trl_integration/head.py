@@ -11,7 +11,7 @@ other operation raises.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,15 +21,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, check_no_backward_hooks, unviewed
 from logitless.errors import value_error
-from logitless.exchange import exchanged, instance_forward
+from logitless.exchange import exchanged
 from logitless.losses.logprobs import TokenStatistics
 from logitless.losses.several_ids import IdsStatistics, TopkStatistics, logprobs_of_ids
 from logitless.models.heads import find_head, sharded_head_weight
-from logitless.models.logits import Deferral, DeferredLogits, defer_logits, deferring_head
+from logitless.models.logits import (
+    Deferral,
+    DeferredLogits,
+    accepted,
+    defer_logits,
+    deferring_head,
+    logits_in,
+)
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
 from .adapter import TRAIN, Attach, ChunkedLoss, MakeAttach, swap_attributes
@@ -68,24 +76,12 @@ def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields
         @contextmanager
         def attach(model: PreTrainedModel) -> Iterator[None]:
             nonlocal fused_head
-            on_instance = instance_forward(model)
-            is_current = (
-                fused_head is not None
-                and fused_head.forwards.model is model
-                and fused_head.forwards.on_instance is on_instance
-            )
-            if not is_current:
+            if fused_head is None or not fused_head.forwards.is_current(model):
                 # The same object is used in every step, because a compiled graph has a guard on its identity.
                 forwards = forwards_of(model)
                 check_fused_head(forwards)
                 fused_head = FusedHead(chunked, compute_fields, forwards)
-            with ExitStack() as stack:
-                stack.enter_context(_defer_logits(chunked, model))
-                stack.enter_context(exchanged(model, KEY, _fused_head_forward, fused_head))
-                if "_loss_function" in vars(model):
-                    # TRL's fused head ignores a loss function of the user, which may do anything with logits.
-                    loss_function = _skip_if_deferred(model._loss_function)
-                    stack.enter_context(swap_attributes(model, _loss_function=loss_function))
+            with _defer_logits(chunked, model), exchanged(model, KEY, _fused_head_forward, fused_head):
                 yield
 
         return attach
@@ -97,17 +93,6 @@ def _defer_logits(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractConte
     """Context manager in which the model's head returns deferred logits in calls inside of `deferred`."""
     head = find_head(model)
     return deferring_head(head, chunked.deferrals.setdefault(head, Deferral()))
-
-
-def _skip_if_deferred(loss_function: Callable) -> Callable:
-    """Return a loss function that is 0 for deferred logits from which the caller computes the loss."""
-
-    def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(logits, DeferredLogits) and not logits.deferral.needs_cross_entropy:
-            return torch.zeros((), dtype=torch.float32, device=logits.device)
-        return loss_function(logits, *args, **kwargs)
-
-    return loss
 
 
 def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
@@ -135,9 +120,14 @@ def attach_gatherable_logits(chunked: ChunkedLoss) -> Attach:
     """Return an `Attach`. While a model is attached, the `logits` of its outputs are `GatherableLogits` in
     calls inside of `return_gatherable_logits`."""
 
+    state: tuple[ChunkedLoss, Forwards] | None = None
+
     @contextmanager
     def attach(model: PreTrainedModel) -> Iterator[None]:
-        with _defer_logits(chunked, model), exchanged(model, KEY, _gatherable_forward, chunked):
+        nonlocal state
+        if state is None or not state[1].is_current(model):
+            state = chunked, forwards_of(model)
+        with _defer_logits(chunked, model), exchanged(model, KEY, _gatherable_forward, state):
             yield
 
     return attach
@@ -173,10 +163,19 @@ def _compute_fused_output(
 ) -> FusedCausalLMOutput:
     targets = labels if shift_labels is None else shift_labels
     num_items = kwargs.pop("num_items_in_batch", None)
-    kwargs |= {"use_cache": False, "return_dict": True}
+    forwards = fused_head.forwards
+    kwargs = forwards.arguments(kwargs)
+    if forwards.needs_labels:
+        kwargs["labels"] = targets
     with defer_logits(model, needs_cross_entropy=False):
-        # Without TRL's and Accelerate's forward passes: TRL's fused head calls the backbone directly.
-        output = fused_head.forwards.base(*args, labels=targets, **kwargs)
+        # Without TRL's and Accelerate's forward passes: TRL's fused head calls the backbone directly. Without
+        # labels: the loss of TRL's fused head is not the model's, which may do anything with logits.
+        output = forwards.base(*args, **kwargs)
+    logits = logits_in(output, model)
+    if logits.shape[:-1] != targets.shape:
+        expected = f"logits of all positions, {tuple(targets.shape)}"
+        remedy = "train it without the flag"
+        raise value_error("model", expected, f"of {tuple(logits.shape[:-1])}", remedy)
 
     names: list[str] = []
 
@@ -188,19 +187,23 @@ def _compute_fused_output(
         # A tuple, because hooks of modules look for tensors in tuples
         return tuple(unviewed(x, model) for x in fields.values())
 
-    values = output.logits.call_with_head(compute_values)
+    values = logits.call_with_head(compute_values)
     fields = dict(zip(names, values))
     # TRL reads `loss` under DeepSpeed's sequence parallelism only; elsewhere its `compute_loss` divides the
     # sum of `log_probs` by its own count.
     if num_items is None:
         num_items = fields["label_mask"].sum().clamp(min=1)
     loss = -fields["log_probs"].sum() / num_items
-    # The model computed its loss without the cross-entropy: it is the router loss.
-    loss = loss + output.loss
+    aux_loss = getattr(output, "aux_loss", None)
+    if aux_loss is not None:
+        loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+    elif kwargs.get("output_router_logits"):
+        remedy = "return the aux_loss of super().forward(...), or set router_aux_loss_coef=0.0"
+        raise value_error("model", "outputs with the router loss, aux_loss", "outputs without", remedy)
     if fused_head.chunked.sum_options is not None:
         # TRL's own `compute_loss` is running, and reads nothing but sums.
         fields = {name: SumOfTokens(x) for name, x in fields.items()}
-    return FusedCausalLMOutput(loss=loss, aux_loss=getattr(output, "aux_loss", None), **fields)
+    return FusedCausalLMOutput(loss=loss, aux_loss=aux_loss, **fields)
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ register_pytree_node(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatherableLogits(DeferredLogits):
     """Logits (B, T, V), or log-probabilities, that support slicing, division and gathering.
 
@@ -380,12 +383,13 @@ def return_gatherable_logits(chunked: ChunkedLoss) -> Iterator[None]:
 
 
 def _gatherable_forward(
-    model: Any, chunked: ChunkedLoss, original: Callable, *args: Any, **kwargs: Any
+    model: Any, state: tuple[ChunkedLoss, Forwards], original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """Forward pass of a model that returns `GatherableLogits`."""
+    chunked, forwards = state
     if not chunked.returns_gatherable_logits:
         return original(*args, **kwargs)
-    kwargs |= {"use_cache": False, "return_dict": True}
+    kwargs |= accepted(forwards.keywords, use_cache=False, return_dict=True)
     has_labels = kwargs.get("labels") is not None
     if torch.is_grad_enabled():
         check_no_backward_hooks(model.get_output_embeddings(), "model")
@@ -393,7 +397,10 @@ def _gatherable_forward(
     # The loss of a call with labels is the model's own.
     with defer_logits(model, chunked.logits_budget, needs_cross_entropy=has_labels):
         output = original(*args, **kwargs)
-    logits = output.logits
+    logits = logits_in(output, model)
+    if not isinstance(output, ModelOutput):  # TRL reads its `logits`
+        got = f"{type(output).__name__} of {type(model).__name__}"
+        raise value_error("model", "a forward pass that returns a ModelOutput", got, "return one")
     hidden, *parameters = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
     # Copies or views, not the parameters: FSDP frees the parameters after the forward pass, and DDP searches
     # the graphs of a model's outputs for used parameters, and does not find one that is itself an output.

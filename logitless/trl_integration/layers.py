@@ -82,9 +82,10 @@ def switch_on(
     Raises:
         ValueError, ImportError: as `enable`, `fuse_layers` and `fit_activations` do; then no option stays on.
     """
-    if getattr(trainer, "model_init", None) is not None:
-        remedy = "its train() makes another model: call model_init yourself and pass the model"
-        raise value_error("model_init", "None", "a function", remedy)
+    if getattr(trainer, "model_init", None) is not None and (fuse or activation_budget is not None):
+        option = "use_fused_layers" if fuse else "activation_budget"
+        remedy = "its train() makes another model: call fuse_layers or fit_activations in model_init"
+        raise value_error("model_init", f"None with {option}", "a function", remedy)
     with ExitStack() as undo:
         if adapter is not None:
             undo.callback(enable(trainer, adapter, logits_budget))

@@ -18,6 +18,7 @@ from logitless.losses import linear_cross_entropy
 from logitless.models import head_of, patch_model
 from logitless.models.patch import check_trainer_arguments
 
+from ..trl_integration import user_models
 from ..trl_integration.tiny import IDS, INPUTS, LABELS, VOCAB, partition, tiny_model
 from .every import gradients, tiny
 
@@ -492,3 +493,77 @@ def test_label_smoothing_of_the_plain_trainer(tmp_path):
         trainer.compute_loss(model, dict(INPUTS))  # said once
         with torch.no_grad():
             tiny_model().train()(IDS)
+
+
+# --- forward passes of the user's
+
+
+@pytest.mark.parametrize("forward", [user_models.without_return_dict, user_models.returns_a_tuple])
+def test_a_forward_pass_of_the_models(forward):
+    numbers = []
+    for patched in (False, True):
+        model = user_models.subclass(forward)
+        if patched:
+            assert patch_model(model).checked == "checked at attach"
+            assert head_of(model).logit_scale == 1.0
+        out = model(**INPUTS)
+        loss = out[0] if isinstance(out, tuple) else out.loss
+        loss.backward()
+        numbers.append([loss, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(numbers[1], numbers[0], rtol=1e-4, atol=1e-5)
+    assert (out[1] if isinstance(out, tuple) else out.logits) is None
+
+
+def test_labels_by_position_and_by_name():
+    """A forward pass with `*args` passes them on to that of the class that it extends."""
+
+    def by_name(self, *args, labels=None, **kwargs):
+        return transformers.LlamaForCausalLM.forward(self, *args, labels=labels, **kwargs)
+
+    def anything(self, *args, **kwargs):
+        return transformers.LlamaForCausalLM.forward(self, *args, **kwargs)
+
+    mask = torch.ones_like(IDS)
+    for forward in (by_name, anything):
+        model = user_models.subclass(forward)
+        expected = model(**INPUTS).loss
+        patch_model(model)
+        assert model.eval()(IDS, mask).logits is not None
+        torch.testing.assert_close(model(IDS, mask, labels=LABELS).loss, expected)
+    torch.testing.assert_close(model(IDS, mask, None, None, None, LABELS).loss, expected)
+
+
+@pytest.mark.parametrize("forward", [user_models.without_loss, user_models.returns_logits])
+def test_a_forward_pass_without_a_loss(forward):
+    patched = user_models.subclass(forward)
+    patch_model(patched)
+    with pytest.raises(ValueError, match="model: expected outputs with a loss for labels, got "):
+        patched(**INPUTS)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x**2,
+        lambda x: x > 0,
+        lambda x: x == 0,
+        lambda x: x @ x,
+        lambda x: abs(x),
+        lambda x: 1 / x,
+        lambda x: x[..., :3].max(),
+        lambda x: list(x),
+        lambda x: float(x),
+        lambda x: x.__setitem__(0, 0),
+        lambda x: x.masked_fill_(x, 0),
+    ],
+)
+def test_every_other_use_of_the_logits_is_refused_by_name(use):
+    def forward(self, *args, labels=None, **kwargs):
+        out = transformers.LlamaForCausalLM.forward(self, *args, **kwargs)
+        use(out.logits) if labels is not None else None
+        return out
+
+    model = user_models.subclass(forward)
+    patch_model(model)
+    with pytest.raises((TypeError, AttributeError), match="^logits: expected a loss that is their cross-ent"):
+        model(**INPUTS)

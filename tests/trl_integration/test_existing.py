@@ -8,12 +8,14 @@ import transformers
 import trl
 from datasets import Dataset
 
+from logitless.models import fit_activations, fuse_layers
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
 from .compare import adapted, options, our_pair, sft_trainer, unchanged
 from .kinds import preference_dataset, step
-from .tiny import Run, tiny_dataset, tiny_model, train, words
+from .tiny import VOCAB, Run, tiny_dataset, tiny_model, train, words
+from .user_models import returns_a_tuple, subclass, without_return_dict
 
 
 def labelled_dataset() -> Dataset:
@@ -119,15 +121,77 @@ def test_a_compute_loss_of_the_users(tmp_path, kind):
     assert shapes[:1] == shapes[1:]
 
 
-def test_model_init_is_refused(tmp_path):
-    """Its `train` makes a model that nothing was switched on in."""
+def test_models_of_model_init(tmp_path):
+    """Each call of `train` makes another one, as a hyperparameter search does."""
+    data = labelled_dataset()
     args = transformers.TrainingArguments(**options(tmp_path))
-    trainer = transformers.Trainer(
-        args=args, model_init=lambda: tiny_model(), train_dataset=labelled_dataset()
-    )
-    for flags in ({}, {"use_chunked_loss": False, "use_fused_layers": True}):
-        with pytest.raises(ValueError, match="^model_init: expected None, got a function; its train"):
-            apply_to(trainer, **flags)
+    losses = []
+    for flag in (False, True):
+        families = iter(("llama", "llama", "gemma2"))
+        trainer = transformers.Trainer(
+            args=args, model_init=lambda: tiny_model(next(families)), train_dataset=data, eval_dataset=data
+        )
+        if flag:
+            apply_to(trainer)
+        for _ in range(2):
+            losses += [trainer.train().training_loss, trainer.evaluate()["eval_loss"]]
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-4)
+    assert trainer.last_plan is not None
+
+
+@pytest.mark.parametrize("option", [{"use_fused_layers": True}, {"activation_budget": "64MiB"}])
+def test_model_init_with_options_of_one_model(tmp_path, option):
+    """What the message says to do works."""
+    data = labelled_dataset()
+    args = transformers.TrainingArguments(**options(tmp_path))
+    trainer = transformers.Trainer(args=args, model_init=lambda: tiny_model(), train_dataset=data)
+    name = next(iter(option))
+    with pytest.raises(ValueError, match=f"^model_init: expected None with {name}, got a function; its tr"):
+        apply_to(trainer, **option)
+    expected = trainer.train().training_loss
+
+    def model_init():
+        model = tiny_model()
+        fuse_layers(model)
+        fit_activations(model, "64MiB")
+        return model
+
+    trainer.model_init = model_init
+    apply_to(trainer)
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_predictions_of_a_model_whose_forward_pass_names_no_arguments(tmp_path):
+    """`Trainer` finds no labels there, and calls the model itself."""
+
+    def forward(self, *args, **kwargs):
+        return transformers.LlamaForCausalLM.forward(self, *args, **kwargs)
+
+    found = []
+    data = labelled_dataset().select_columns(["input_ids", "labels"])
+    for flag in (False, True):
+        args = transformers.TrainingArguments(**options(tmp_path, remove_unused_columns=False))
+        trainer = transformers.Trainer(subclass(forward), args=args, train_dataset=data)
+        if flag:
+            apply_to(trainer)
+        found.append((trainer.train().training_loss, trainer.predict(data).predictions[1]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    assert found[1][1].shape == found[0][1].shape == (24, 16, VOCAB)
+
+
+@pytest.mark.parametrize("forward", [returns_a_tuple, without_return_dict])
+def test_predictions_of_a_forward_pass_of_the_users(tmp_path, forward):
+    found = []
+    for flag in (False, True):
+        args = transformers.TrainingArguments(**options(tmp_path))
+        trainer = transformers.Trainer(subclass(forward), args=args, train_dataset=labelled_dataset())
+        if flag:
+            apply_to(trainer)
+        loss = trainer.train().training_loss
+        predictions = trainer.predict(labelled_dataset()).predictions
+        found.append((loss, predictions.shape))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    assert found[1][1] == found[0][1]
 
 
 def test_a_forward_of_the_head_that_comes_after_the_first_step(tmp_path):

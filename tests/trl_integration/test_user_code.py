@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 import trl
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -19,9 +20,11 @@ from logitless.trl_integration import apply_to
 from logitless.trl_integration.head import SumOfTokens, attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
 
-from .compare import adapted, assert_same_run, chunked_loss, options, our_pair, sft_trainer, unchanged
+from ..models.every import gradients
+from . import user_models
+from .compare import adapted, assert_same_run, chunked_loss, options, our_pair, sft_trainer, stock, unchanged
 from .kinds import step
-from .tiny import IDS, LABELS, VOCAB, tiny_dataset, tiny_model, train
+from .tiny import IDS, INPUTS, LABELS, VOCAB, tiny_dataset, tiny_model, train
 
 LOSS = {"use_chunked_loss": True, "logits_budget": 2**16}
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -388,6 +391,61 @@ def test_a_function_of_trls_that_the_user_has_replaced(folder, monkeypatch):
 
 
 # --- losses, methods and models of the user's own
+
+
+@pytest.mark.parametrize("name", user_models.TRAINED)
+def test_a_forward_pass_of_the_models_under_trls_fused_head(name):
+    """TRL's head never calls it; with the flag it computes the hidden states and logits."""
+    model = user_models.subclass(user_models.TRAINED[name])
+    inputs = INPUTS | {"use_cache": False, "fused_lm_head": True}
+    with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
+        mine, found = gradients(model, **inputs)
+    add_fused_lm_head(model)
+    theirs, expected = gradients(model, **inputs)
+    torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
+def test_a_forward_pass_of_the_models_in_a_trainer(folder, kind):
+    wrap = functools.partial(user_models.subclass, user_models.without_return_dict)
+    assert_same_run(*pairs(kind, folder, stock(f"{kind}Trainer"), wrap=wrap), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (user_models.writes_into_logits, "logits: expected .*, got an assignment to parts of them; compute"),
+        (user_models.returns_the_last_logits, r"model: expected logits of all positions, \(2, 11\), got"),
+    ],
+)
+def test_forward_passes_that_the_flag_cannot_follow(forward, message):
+    model = user_models.subclass(forward)
+    with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
+        with pytest.raises((TypeError, ValueError), match=message):
+            model(**INPUTS, fused_lm_head=True)
+
+
+def test_an_argument_that_the_forward_pass_does_not_take():
+    """TRL's head gives it to the backbone."""
+    model = user_models.subclass(user_models.without_cache)
+    with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
+        with pytest.raises(
+            ValueError, match="model: expected a forward pass that takes position_ids, got wit"
+        ):
+            model(**INPUTS, position_ids=torch.arange(IDS.shape[1])[None], fused_lm_head=True)
+
+
+def test_a_forward_pass_without_the_router_loss():
+    def forward(self, *args, **kwargs):
+        return CausalLMOutputWithPast(
+            logits=transformers.MixtralForCausalLM.forward(self, *args, **kwargs).logits
+        )
+
+    model = user_models.subclass(forward, tiny_model("mixtral"))
+    with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
+        with pytest.raises(ValueError, match="model: expected outputs with the router loss, aux_loss, got"):
+            model(**INPUTS, output_router_logits=True, fused_lm_head=True)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
