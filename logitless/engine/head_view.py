@@ -1,8 +1,8 @@
 """LM heads that are passed as a module or as a `HeadView` instead of a weight.
 
-`view_of` reads the parameters of `nn.Linear`, but not of its subclasses. For modules of other packages, it
-uses a converter in `logitless.models`, which is imported at its first use. Modules without a converter are
-refused, because their forward pass may differ from `nn.Linear`.
+`view_of` reads the parameters of `nn.Linear` and of subclasses with its forward pass, parametrized ones among
+them. For modules of other packages, it uses a converter in `logitless.models`, which is imported at its first
+use. Modules without a converter are refused, because their forward pass may differ from `nn.Linear`.
 """
 
 import functools
@@ -161,14 +161,17 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
             are allowed. The hooks of a PEFT wrapper are not checked; those of its `nn.Linear` are.
 
     Raises:
-        TypeError: `head` is neither a module nor a `HeadView`, or a module of another class than `nn.Linear`
-            that has no converter.
-        ValueError: an `nn.Linear` has hooks or an overridden `forward`, and `called` is False; or the
+        TypeError: `head` is neither a module nor a `HeadView`, or a module without the forward pass of
+            `nn.Linear` that has no converter.
+        ValueError: an `nn.Linear` has hooks or a `forward` on the instance, and `called` is False; or the
             converter refuses the module.
     """
     if isinstance(head, HeadView):
         return head
-    expected = "a tensor (V, H), or an LM head: torch.nn.Linear, or one under PEFT's LoRA or modules_to_save"
+    expected = (
+        "a tensor (V, H), or an LM head: torch.nn.Linear or a subclass with its forward pass, or one under PEFT's "
+        "LoRA, trainable_token_indices or modules_to_save"
+    )
     if not isinstance(head, nn.Module):
         raise type_error(
             argument,
@@ -178,15 +181,15 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
         )
     cls, sharded = _own_class(type(head))
     package = cls.__module__.partition(".")[0]
-    if cls is not nn.Linear:
-        if package not in CONVERTERS:
-            raise type_error(
-                argument,
-                expected,
-                f"{cls.__module__}.{cls.__qualname__}",
-                REMEDIES.get(package, "pass the weight that it computes, as a tensor"),
-            )
+    if package in CONVERTERS:
         return _converter(package)(head)
+    if cls.forward is not nn.Linear.forward:
+        of_model = "compute its loss without logitless"
+        remedy = of_model if argument == "model" else "pass the weight that it computes, as a tensor"
+        got = f"{cls.__module__}.{cls.__qualname__}"
+        raise type_error(argument, expected, got, REMEDIES.get(package, remedy))
+    if cls is not nn.Linear:
+        _check_parametrizations(head, argument)
     if not called:
         check_no_backward_hooks(head, argument)
     hooks = head._forward_pre_hooks or head._forward_hooks
@@ -199,6 +202,17 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
             "remove the hooks, or use patch_model(model), which calls the head",
         )
     return HeadView(head.weight, head.bias)
+
+
+def _check_parametrizations(head: nn.Module, argument: str) -> None:
+    """Raise ValueError for a parametrization of the weight that has buffers, such as `spectral_norm`: each
+    time the weight is read, it may change them, and a loss reads the weight more often than the head does."""
+    for parametrization in getattr(head, "parametrizations", {}).values():
+        for module in parametrization:
+            if next(module.buffers(), None) is not None:
+                expected = "a head whose parametrizations have no buffers"
+                remedy = "use one without, such as parametrizations.weight_norm"
+                raise value_error(argument, expected, type(module).__name__, remedy)
 
 
 def defined(function: Callable) -> tuple[Callable, str]:

@@ -51,7 +51,7 @@ def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Ten
         ValueError: the logits differ.
     """
     with probe_mode(head):
-        view = view_of(head, called=True)
+        view = view_of(head, "model", called=True)
         autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = hidden.dtype if autocast else view.dtype
         x = torch.randn(NUM_TOKENS, hidden.shape[-1], dtype=dtype, device=hidden.device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations
 
 from logitless import (
     CrossEntropyLoss,
@@ -119,6 +119,28 @@ def test_module_and_tensors_are_the_same(name):
         results[-1] += [x.grad for x in heads[prefixes[0]].parameters()]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert results[1][-1].norm() > 0
+
+
+class Projection(nn.Linear):
+    """A subclass with the forward pass of nn.Linear."""
+
+
+def projection():
+    module = Projection(H, V, dtype=torch.float64)
+    module.load_state_dict(head().state_dict())
+    return module
+
+
+@pytest.mark.parametrize("made", [projection, lambda: parametrizations.weight_norm(head())])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_subclass_of_linear_and_a_parametrized_weight(made, frozen):
+    found = []
+    for compute in (stock, lambda h, m: CrossEntropyLoss(logits_budget=1000)(h, m, TARGETS).loss):
+        module = made().requires_grad_(not frozen)
+        hidden = random(B, T, H, seed=2).requires_grad_()
+        (3 * compute(hidden, module)).backward()
+        found.append([hidden.grad, *(x.grad for x in module.parameters())])
+    torch.testing.assert_close(found[1], found[0])
 
 
 # --- adapters
@@ -323,12 +345,15 @@ def backward_hooked(register="register_full_backward_hook"):
 
 def parametrised():
     linear = head()
-    parametrize.register_parametrization(linear, "weight", nn.Identity())
+    parametrizations.spectral_norm(linear)
     return linear
 
 
 def foreign(package):
-    return type("QuantLinear", (nn.Linear,), {"__module__": f"{package}.nn"})(H, V)
+    def forward(self, x):
+        raise NotImplementedError
+
+    return type("QuantLinear", (nn.Linear,), {"__module__": f"{package}.nn", "forward": forward})(H, V)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +365,8 @@ def foreign(package):
             lambda: backward_hooked("register_full_backward_pre_hook"),
             "a head without backward hooks, got one with such hooks; remove",
         ),
-        (parametrised, ".*got torch.nn.utils.parametrize.ParametrizedLinear; pass the weight that it"),
+        (parametrised, "a head whose parametrizations have no buffers, got _SpectralNorm; use one without"),
+        (lambda: foreign("mine"), ".*got mine.nn.QuantLinear; pass the weight that it computes"),
         (lambda: nn.Embedding(V, H), "a tensor .V, H., or an LM head.*got torch.nn.*Embedding"),
         (lambda: foreign("bitsandbytes"), ".*got bitsandbytes.nn.QuantLinear; .*llm_int8_skip_modules"),
         (lambda: foreign("gptqmodel"), ".*got gptqmodel.nn.QuantLinear; leave the LM head out"),
@@ -351,7 +377,8 @@ def foreign(package):
         "hook",
         "backward hook",
         "backward pre-hook",
-        "parametrisation",
+        "parametrization",
+        "own forward",
         "embedding",
         "bitsandbytes",
         "gptq",
@@ -404,10 +431,10 @@ def test_head_of_a_dispatched_head_under_autocast():
 @pytest.mark.parametrize("package", ["bitsandbytes", "gptqmodel", "awq"])
 def test_quantized_heads_of_models_are_refused_by_name(package):
     model = tiny_model()
-    model.lm_head.__class__ = type("QuantLinear", (nn.Linear,), {"__module__": package})
+    model.lm_head.__class__ = type(foreign(package))
     for call in (patch_model, head_of):
         with pytest.raises(
-            TypeError, match=f"model: .*got {package}.QuantLinear; leave the LM head out of quant"
+            TypeError, match=f"model: .*got {package}.nn.QuantLinear; leave the LM head out of quant"
         ):
             call(model)
 

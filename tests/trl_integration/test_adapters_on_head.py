@@ -4,6 +4,7 @@ refused."""
 import peft
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 
 from logitless.models import head_of
 from logitless.trl_integration import patch_model
@@ -19,6 +20,20 @@ LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": Fa
 def adapted(model, **changes):
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(**LORA | changes))
+
+
+class Projection(torch.nn.Linear):
+    """A subclass with the forward pass of nn.Linear."""
+
+
+def with_class(model):
+    model.lm_head.__class__ = Projection
+    return model
+
+
+def parametrized(model):
+    parametrizations.weight_norm(model.lm_head)
+    return model
 
 
 def compare(model, *, rtol=1e-4, atol=1e-6) -> None:
@@ -70,6 +85,36 @@ def test_several_adapters_at_once():
     model.add_adapter("second", peft.LoraConfig(**LORA | {"r": 2, "lora_alpha": 16}))
     model.base_model.set_adapter(["default", "second"])
     compare(model)
+
+
+TOKENS = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5, 40]}
+
+
+def test_rows_of_tied_embeddings_that_peft_trains():
+    model = adapted(tiny_model("tied"), **TOKENS)
+    delta = model.get_base_model().model.embed_tokens.token_adapter.trainable_tokens_delta["default"]
+    with torch.no_grad():
+        delta += 0.3 * torch.randn_like(delta)
+    compare(model)
+    assert delta.grad.norm() > 0
+
+
+@torch.no_grad()
+def test_rows_of_tied_embeddings_that_are_switched_off():
+    model = adapted(tiny_model("tied"), **TOKENS)
+    base, hidden = model.get_base_model(), torch.randn(1, 3, 32)
+    layer = base.lm_head.token_adapter
+    layer.trainable_tokens_delta["default"] += 1.0
+    plain = torch.nn.functional.linear(hidden, layer.base_layer.weight)
+
+    def logits():
+        found = hidden @ head_of(base).weight.T
+        torch.testing.assert_close(found, base.lm_head(hidden))
+        return found
+
+    assert not torch.allclose(logits(), plain)
+    with model.disable_adapter():
+        assert torch.equal(logits(), plain)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -141,6 +186,25 @@ def test_lora_on_the_head(tmp_path, kind, family):
     assert_same(
         *side_by_side(tmp_path, kind, preference_dataset(), family=family, wrap=adapted, max_length=48)
     )
+
+
+def test_orpo_with_trained_rows_of_tied_embeddings(tmp_path):
+    runs = side_by_side(
+        tmp_path,
+        "ORPO",
+        preference_dataset(),
+        family="tied",
+        wrap=lambda model: adapted(model, **TOKENS),
+        max_length=48,
+    )
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("wrap", [with_class, parametrized])
+def test_heads_with_the_forward_pass_of_linear(tmp_path, kind, wrap):
+    dataset, settings, given = needs(kind, tmp_path)
+    assert_same(*side_by_side(tmp_path, kind, dataset, wrap=wrap, trainer=given, **settings))
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "GKD", "Distillation"])
