@@ -169,8 +169,8 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     if isinstance(head, HeadView):
         return head
     expected = (
-        "a tensor (V, H), or an LM head: torch.nn.Linear or a subclass with its forward pass, or one under PEFT's "
-        "LoRA, trainable_token_indices or modules_to_save"
+        "a tensor (V, H), or an LM head: torch.nn.Linear or a subclass with its forward pass, or one under "
+        "PEFT's LoRA, trainable_token_indices or modules_to_save"
     )
     if not isinstance(head, nn.Module):
         raise type_error(
