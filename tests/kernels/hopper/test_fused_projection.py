@@ -13,6 +13,7 @@ from logitless import CrossEntropyLoss, DPOLoss, ORPOLoss, linear_logprobs
 from logitless.kernels import fused_projection as fused
 from logitless.kernels.head.cross_entropy import TokenBuffers, allocate_stats
 from logitless.kernels.head.transform import LogitTransform
+from tests.kernels.hopper.interpreted import replacements
 from tests.kernels.support import DEVICE, INTERPRETED
 from tests.support import relative_error
 
@@ -36,16 +37,11 @@ SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3), (4 * BM + 3, BK + 
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
-    from logitless.kernels import hopper
     from logitless.kernels.hopper import fused_projection_triton, product_tiles_triton
 
     if INTERPRETED:
-        monkeypatch.setattr(hopper, "DTYPES", (DTYPE,))
-        monkeypatch.setattr(fused, "fused_products", lambda device: hopper)
-        for name, size in {"BM": BM, "BN": BN, "BK": BK}.items():
-            monkeypatch.setitem(product_tiles_triton.TILE, name, size)
-            monkeypatch.setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
-        monkeypatch.setattr(fused_projection_triton, "BLOCK_N", BN)
+        for owner, name, value in replacements(BM, BN, BK):
+            monkeypatch.setattr(owner, name, value)
         monkeypatch.setattr(fused_projection_triton, "ROWS", BM // 2)
     # Two row tiles at the widths below.
     monkeypatch.setattr(product_tiles_triton, "GROUP_BYTES", 2 * BM * (BK + 8) * DTYPE.itemsize)

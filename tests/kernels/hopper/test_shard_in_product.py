@@ -13,6 +13,7 @@ from torch import Tensor
 
 from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, ORPOLoss
 from logitless.kernels import fused_projection as fused
+from tests.kernels.hopper.interpreted import replacements
 from tests.kernels.support import INTERPRETED
 from tests.ranks import device_type, here, on_devices
 
@@ -84,15 +85,8 @@ def operands(bias: bool) -> dict[str, Tensor | None]:
 def prepared() -> dict[str, int]:
     """The kernels for this rank's device, and how often each runs."""
     if device_type() == "cpu":
-        from logitless.kernels import hopper
-        from logitless.kernels.hopper import fused_projection_triton, product_tiles_triton
-
-        for name, size in TILES.items():
-            product_tiles_triton.TILE[name] = size
-            setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
-        fused_projection_triton.BLOCK_N = TILES["BN"]
-        hopper.DTYPES = (FP32,)
-        fused.fused_products = lambda device: hopper
+        for owner, name, value in replacements(**TILES):
+            setattr(owner, name, value)
     ran = {"r": 0, "w": 0}
 
     def counted(name: str) -> None:
