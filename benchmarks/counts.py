@@ -43,7 +43,7 @@ WARM_UPS = 6
 # Functions of their own before Python 3.12.
 INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
-# Of a count, beyond which the file is to be written anew.
+# A count may differ from that of the file by this share, or by one.
 ALLOWANCE = 0.02
 NUMBERS = ("calls", "functions", "files", "records", "opcodes", "aten", "tensors")
 OF_VERSIONS = ("opcodes", "aten", "tensors")  # compared where the versions are those of the file
@@ -246,7 +246,7 @@ def differences(fresh: dict, committed: dict) -> list[str]:
             found += [
                 f"{machine}, {call}: {name} {was[name]} -> {row[name]}"
                 for name in names
-                if abs(row[name] - was[name]) > ALLOWANCE * was[name]
+                if abs(row[name] - was[name]) > max(1, ALLOWANCE * was[name])
             ]
             if row["launches"] != was["launches"]:
                 found.append(f"{machine}, {call}: launches {was['launches']} -> {row['launches']}")
