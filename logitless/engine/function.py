@@ -27,7 +27,7 @@ from torch import Tensor
 
 from logitless.engine import operators, passes
 from logitless.engine.call import HeadCall, Signature, pack, unpack
-from logitless.engine.gradients import finish
+from logitless.engine.gradients import either, finish
 from logitless.engine.plan import Plan
 from logitless.errors import value_error
 
@@ -117,7 +117,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
 
     Returns:
         (outputs of the Function, tensors that the forward pass computed for the backward pass, `Rows`). The
-        rows are None if the backward pass does not use them, or must choose them again.
+        rows are None in a graph, and in the mode `SOLVED`, whose backward pass does not use them.
     """
     sequences = run.sequences
     per_token = run.mode is Mode.PER_TOKEN
@@ -128,12 +128,14 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
             return tuple(statistics), [dlogp_dhidden], None
         outputs = operators.solve_op(list(tensors), sequences, key)
         saved_count = 1 + len(signature.needs)
-        return tuple(outputs[:-saved_count]), list(outputs[-saved_count:]), None
+        saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors)]
+        return tuple(outputs[:-saved_count]), saved, None
     calls = unpack(signature, tensors, sequences)
     if run.mode is Mode.ACCUMULATE_IN_FORWARD:
         solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, fixed_dtypes=False)
         run.plans.append(solved.plan)
-        return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
+        outputs = (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens))
+        return outputs, gradients, solved.rows
     if per_token:
         statistics = passes.token_statistics(calls[0])
         run.plans.append(statistics.plan)
@@ -145,10 +147,26 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         (call,) = unpack(run.signature, tensors, sequences)
         plan = passes.plan_into_main(call, solved)
     run.plans.append(plan)
-    sums = [solved.gradients.sums.get(index) for index in range(len(signature.needs))]
+    indices = range(len(signature.needs))
+    sums = [solved.gradients.sums.get(index) for index in indices]
+    supervised = [solved.gradients.supervised.get(index) for index in indices]
     # None: the host knows that the factor is 1, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
-    return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
+    rows = solved.rows if run.mode is Mode.ACCUMULATE_IN_BACKWARD else None
+    return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums, *supervised], rows
+
+
+def _supervised_in_graph(signature: Signature, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """`Gradients.supervised` of the trained tensors, from the targets, by operations that Dynamo traces."""
+    trained = len(signature.needs)
+    reached = {}
+    for part, targets in zip(signature.parts, tensors[trained:], strict=False):
+        supervised = targets != signature.loss.ignore_index
+        some = supervised.any()
+        hidden, weight, bias, layers = part.indices
+        for index, rows in ((hidden, supervised), *[(other, some) for other in (weight, bias, *layers)]):
+            reached[index] = either(reached[index], rows) if index in reached else rows
+    return [reached.get(index) for index in range(trained)]
 
 
 def _without_d_logps(run: CallSpec, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -235,11 +253,12 @@ class FusedLinearBase(torch.autograd.Function):
 
 
 def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
-    deferred, *sums = ctx.saved_tensors
+    deferred, *saved = ctx.saved_tensors
+    sums, supervised = saved[: len(ctx.trained)], saved[len(ctx.trained) :]
     # Without retain_graph, the saved gradients may be scaled in place and returned.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     factor = upstream[0] if deferred is None else deferred * upstream[0]
-    return _finished(ctx, sums, factor, owned=owned)
+    return _finished(ctx, sums, factor, supervised, owned=owned)
 
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
@@ -264,20 +283,22 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
 def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     run = ctx.run
     tensors = ctx.saved_tensors
-    _expect_one(upstream[0], on_host=run.signature.loss.compact and not compiling)
     if compiling:
+        supervised = tensors[len(run.signature.needs)] != run.signature.loss.ignore_index
+        _expect_one(upstream[0], supervised.any(), on_host=False)
         key = operators.graph_key(run.signature)
         d_hidden, d_bias = operators.accumulate_op(
             run.main, run.grad_scale, list(tensors), run.sequences, key
         )
     else:
+        _expect_one(upstream[0], ctx.rows.tokens, on_host=run.signature.loss.compact)
         (call,) = unpack(run.signature, tensors, run.sequences)
         _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, fixed_dtypes=False)
     return _by_index(run, d_hidden, d_bias)
 
 
 def _backward_added(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
-    _expect_one(upstream[0], on_host=ctx.run.signature.loss.compact)
+    _expect_one(upstream[0], ctx.rows.tokens, on_host=ctx.run.signature.loss.compact)
     return _by_index(ctx.run, *ctx.saved_tensors)
 
 
@@ -300,19 +321,30 @@ BACKWARD = {
 }
 
 
-def _finished(ctx, sums: Sequence[Tensor | None], factor: Tensor, *, owned: bool) -> list[Tensor | None]:
-    """Return the gradients of the trained tensors, in the shapes and dtypes of these tensors."""
+def _finished(
+    ctx,
+    sums: Sequence[Tensor | None],
+    factor: Tensor,
+    supervised: Sequence[Tensor | None] | None = None,
+    *,
+    owned: bool,
+) -> list[Tensor | None]:
+    """Return the gradients of the trained tensors, in the shapes and dtypes of these tensors.
+
+    See `gradients.finish` for `supervised`.
+    """
     needs = ctx.run.signature.needs
     wanted = [x.reshape(-1, x.shape[-1]) if need else None for x, need in zip(sums, needs, strict=True)]
     dtypes = [None if kind is None else kind[0] for kind in ctx.trained]
-    grads = finish(wanted, factor, dtypes, owned=owned)
+    grads = finish(wanted, factor, dtypes, supervised, owned=owned)
     return [None if x is None else x.view(kind[1]) for x, kind in zip(grads, ctx.trained, strict=True)]
 
 
-def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
+def _expect_one(upstream: Tensor, tokens: int | Tensor, *, on_host: bool) -> None:
+    """Refuse an upstream gradient other than 1, unless the call has no supervised `tokens` and so adds 0."""
     expected = "an upstream gradient of 1 with accumulate_into"
     if on_host:
-        if upstream.item() != 1:
+        if upstream.item() != 1 and tokens != 0:
             raise value_error(
                 "loss",
                 expected,
@@ -321,5 +353,6 @@ def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
             )
     else:
         torch._assert_async(
-            upstream == 1, f"loss: expected {expected}, got another; pass the factor as grad_scale."
+            (upstream == 1) | (tokens == 0),
+            f"loss: expected {expected}, got another; pass the factor as grad_scale.",
         )

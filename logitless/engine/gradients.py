@@ -14,7 +14,7 @@ from torch import Tensor
 from logitless.engine.call import HeadCall, d_hidden_dtype
 from logitless.engine.projection import Chunk, Projection
 from logitless.errors import type_error, value_error
-from logitless.kernels.head.scale import scale_all
+from logitless.kernels.head.scale import guarded, scale_all
 from logitless.kernels.matmul import accumulate
 
 
@@ -92,6 +92,9 @@ class Gradients:
     Attributes:
         sums: the gradients up to `deferred`, by index of the trained tensor: (N, H), (V, H), (V, 1), or the
             shape of a layer's parameter.
+        supervised: the rows of each entry of `sums` that a supervised token may reach, by index: (N,) bool
+            for d_hidden, () for the others; None: all rows. Only these rows are multiplied by the upstream
+            gradient (`finish`).
         deferred: the factor by which the backward pass multiplies the sums. It is 1.0 except in fp16. In fp16
             it is None until the first head chooses a power of two that keeps the gradients near 1.
     """
@@ -102,6 +105,7 @@ class Gradients:
         self._several = len(calls) > 1
         self._last = {index: call for call in calls for index in call.indices[:3]}
         self.sums: dict[int, Tensor] = {}
+        self.supervised: dict[int, Tensor | None] = {}
         self.deferred = None if calls[0].dtype == torch.float16 else 1.0
         self._weight: Sum | None = None  # of the head between `open` and `close`
         self._bias: Sum | None = None
@@ -170,6 +174,11 @@ class Gradients:
             self.sums[hidden].add_(head.d_hidden)
         elif call.needs.hidden:
             self.sums[hidden] = head.d_hidden.to(call.stat_dtype) if self._several else head.d_hidden
+        rows = head.rows
+        if call.needs.hidden:
+            self._reached(hidden, rows.supervised)
+        for index in (weight, bias, *layers):
+            self._reached(index, rows.supervised_count)
         if head.layers is not None:
             indices = dict(zip(call.layers.tensors, layers, strict=True))
             for name, total in head.layers.sums.items():
@@ -180,26 +189,45 @@ class Gradients:
                     self.sums[index] = self.sums[index].to(x.dtype)
         self._weight = self._bias = None
 
+    def _reached(self, index: int | None, supervised: Tensor | None) -> None:
+        """Add the rows that the head's supervised tokens reach to those of earlier heads."""
+        self.supervised[index] = (
+            either(self.supervised[index], supervised) if index in self.supervised else supervised
+        )
+
+
+def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The rows that are supervised in one of two heads, in the form of `Gradients.supervised`."""
+    return None if a is None or b is None else torch.logical_or(a, b)
+
 
 def finish(
-    gradients: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype], *, owned: bool
+    gradients: Sequence[Tensor | None],
+    factor: Tensor,
+    dtypes: Sequence[torch.dtype],
+    supervised: Sequence[Tensor | None] | None = None,
+    *,
+    owned: bool,
 ) -> list[Tensor | None]:
     """Return `gradient * factor` for each gradient (n, m), cast to its entry of `dtypes`.
 
     Computed in fp32, in one launch for all gradients. With `owned`, gradients that already have the dtype are
-    scaled in place.
+    scaled in place. Rows that no supervised token reaches (`Gradients.supervised`) are 0 for every factor.
     """
+    if supervised is None:
+        supervised = [None] * len(gradients)
     if torch.compiler.is_compiling():
         return [
-            None if x is None else (x.to(factor.dtype) * factor).to(dtype)
-            for x, dtype in zip(gradients, dtypes, strict=True)
+            None if x is None else (x.to(factor.dtype) * guarded(factor, kept).reshape(-1, 1)).to(dtype)
+            for x, dtype, kept in zip(gradients, dtypes, supervised, strict=True)
         ]
     finished = [
         x if x is None or (owned and x.dtype == dtype) else torch.empty_like(x, dtype=dtype)
         for x, dtype in zip(gradients, dtypes, strict=True)
     ]
     pairs = [pair for pair in zip(gradients, finished, strict=True) if pair[0] is not None]
-    scale_all(pairs, (factor,))
+    kept = [rows for rows, x in zip(supervised, gradients, strict=True) if x is not None]
+    scale_all(pairs, (factor,), kept)
     return finished
 
 

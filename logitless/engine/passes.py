@@ -194,9 +194,13 @@ def token_gradients(
     else:
         call = call.with_shards(rows.shards)
     everything = rows.at(0, rows.count)
+    gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
+    if not call.loss.compact and (dlogp_dhidden is not None or gradients.deferred is None):
+        # With compact=False, ignored rows have upstream gradients too. The kernels of a chunk do not read
+        # them. They must neither multiply a kept d logp / d hidden nor choose the power of two of fp16.
+        upstream = {name: _masked(x, rows.supervised) for name, x in upstream.items()}
     grads = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
     row_statistics = {name: x[everything] for name, x in statistics.items()}
-    gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
         objective = call.loss.objective.for_backward(call, rows, row_statistics, grads)
@@ -221,6 +225,11 @@ def token_gradients(
     run(plan, rows.chunked, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
+
+
+def _masked(x: Tensor, supervised: Tensor) -> Tensor:
+    """`x` (N, ...), with 0 in the rows that are not supervised (N,)."""
+    return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
 def objective_of(call: HeadCall) -> type[Objective]:

@@ -52,6 +52,9 @@ class Rows(NamedTuple):
     counted: Sequence[int] = ()  # the `others` of `compact_rows`, read in the host sync
     replay: Any = None  # `replay.Replay` of a call with a sampling mask
     teacher: TeacherRows | None = None  # if the loss declares `teacher_rows`
+    # What the backward pass needs to keep the gradients of ignored tokens at 0 for every upstream gradient.
+    supervised: Tensor | None = None  # (N,) bool, in call order; None: every token is supervised
+    supervised_count: Tensor | None = None  # () int64, of this rank; None: the host knows that it is not 0
 
     @property
     def chunked(self) -> "Rows":
@@ -147,9 +150,14 @@ def compact_rows(
         fault_counts = peers.table(numbers[1:]).sum(0) if peers.groups else numbers[1:]
         for fault, fits in zip(faults, (fault_counts == 0).unbind(), strict=True):
             fault.assert_async(fits)
-        return _every_row(N, numbers[0], grouping, layout)
+        rows = _every_row(N, numbers[0], grouping, layout)
+        return rows._replace(supervised=supervised, supervised_count=numbers[0])
     exchange = RankExchange(peers, shard) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, exchange, others)
+    rows = _supervised_rows(supervised, counts, faults, grouping, layout, exchange, others)
+    return rows._replace(
+        supervised=None if rows.count == N else supervised,
+        supervised_count=None if rows.count else supervised.new_zeros((), dtype=torch.int64),
+    )
 
 
 def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:

@@ -23,6 +23,7 @@ OF_CHUNKS = {
         f"{name}_ptr"
         for name in (
             *("targets", "labels", "columns", "factor", "factors", "result", "row_scale"),
+            *("supervised", "y_supervised"),
             *("logps", "lse", "lse_residual", "entropy", "is_top1", "sum_logits", "log_sum_sq"),
             *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
             *("acceptance", "teacher_rows", "teacher_lse", "teacher_residual"),

@@ -303,8 +303,8 @@ class LinearLoss(CheckedCall):
                 hooks, such as those of an activation checkpoint.
             grad_scale: factor of all gradients of a call with accumulate_into, for example 1 / the number of
                 micro-batches. The loss itself must not be scaled: an upstream gradient other than 1 raises an
-                error. This check costs a host sync in the backward pass; with compact=False, it is an
-                assertion on the device.
+                error, unless no token is supervised. This check costs a host sync in the backward pass; with
+                compact=False, it is an assertion on the device.
             inputs: the tensors that the class declares as inputs.
         """
         arguments = {

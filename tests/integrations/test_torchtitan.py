@@ -73,9 +73,12 @@ def head_of(weight: Tensor) -> Linear:
     return head
 
 
-def run(loss_fn, dtype: torch.dtype, length: int = L, count: float | None = 31.0) -> list[Tensor]:
-    """Loss, d_hidden and d_weight."""
+def run(
+    loss_fn, dtype: torch.dtype, length: int = L, count: float | None = 31.0, *, ignored: bool = False
+) -> list[Tensor]:
+    """Loss, d_hidden and d_weight; `ignored`: of labels that are all ignored."""
     hidden, weight, labels = operands(length)
+    labels = torch.full_like(labels, -100) if ignored else labels
     hidden, head = hidden.to(dtype).requires_grad_(), head_of(weight.to(dtype))
     loss_fn.set_lm_head(head)
     valid = None if count is None else torch.tensor(count)
@@ -110,6 +113,13 @@ def test_the_stock_loss_and_gradients(dtype, count):
         error = ((plain.double() - exact).norm() / exact.norm()).item()
         least = 1e-6 if dtype == torch.float32 else 4e-3
         assert_close(found, exact, max(least, error), name=name)
+
+
+def test_a_step_without_labels():
+    """Of all ranks: torchtitan divides by 0, and every gradient is 0."""
+    for loss_fn in (ChunkedLossWrapper.Config().build(compile_config=None), LogitlessLoss.Config().build()):
+        loss, d_hidden, d_weight = run(loss_fn, torch.float32, count=0.0, ignored=True)
+        assert loss.isnan() and not d_hidden.any() and not d_weight.any()
 
 
 def test_any_length():

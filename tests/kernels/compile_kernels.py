@@ -136,6 +136,14 @@ def shard_combinations() -> Iterator[Combination]:
         yield combination("shard_kernel", {"student": logits, "teacher": logits, "grad": gradient}, flags)
 
 
+# Dtype of `supervised_ptr` and GUARD. Without a guard, the kernel gets the factor in its place; the count of
+# several heads is a bool.
+UNGUARDED, COUNT = ("fp32", scale_triton.NONE.value), ("i64", scale_triton.ALL.value)
+SOME, ROWS = ("i8", scale_triton.ALL.value), ("i8", scale_triton.ROWS.value)
+# Of d_hidden and d_weight, and of d_weight and d_bias.
+GUARDS = ((UNGUARDED, UNGUARDED), (ROWS, UNGUARDED), (ROWS, COUNT), (COUNT, COUNT))
+
+
 def scale_combinations() -> Iterator[Combination]:
     both, block = (False, True), {"BLOCK": scale_triton.BLOCK}
     for x, out in itertools.product(TYPES, TYPES):
@@ -143,7 +151,11 @@ def scale_combinations() -> Iterator[Combination]:
             # A call with a single matrix passes it as the other matrix as well.
             pointers = {"x": x, "out": out, "y": x, "y_out": out}
             flags = {"PAIR": False, "IN_PLACE": in_place, "Y_IN_PLACE": in_place} | block
-            yield combination("scale_all_kernel", pointers, flags)
+            for kind, guard in (UNGUARDED, COUNT, SOME, ROWS):
+                guards = {"supervised": kind, "y_supervised": kind}
+                yield combination(
+                    "scale_all_kernel", pointers | guards, flags | {"GUARD": guard, "Y_GUARD": guard}
+                )
             for two in both:
                 yield combination("scale_kernel", pointers, flags | {"TWO": two})
     for x in TYPES:
@@ -152,10 +164,13 @@ def scale_combinations() -> Iterator[Combination]:
         # In fp16 both are summed in fp32.
         firsts = (x, "fp32") if x == "fp16" else (x,)
         for first, out, y, y_out in itertools.product(firsts, kinds, kinds, kinds):
-            for in_place, y_in_place in itertools.product({False, first == out}, {False, y == y_out}):
+            for in_place, y_in_place, ((kind, guard), (y_kind, y_guard)) in itertools.product(
+                {False, first == out}, {False, y == y_out}, GUARDS
+            ):
                 pointers = {"x": first, "out": out, "y": y, "y_out": y_out}
+                pointers |= {"supervised": kind, "y_supervised": y_kind}
                 flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place} | block
-                yield combination("scale_all_kernel", pointers, flags)
+                yield combination("scale_all_kernel", pointers, flags | {"GUARD": guard, "Y_GUARD": y_guard})
         # Features and d_features; in fp16 these are in fp32.
         rows = "fp32" if x == "fp16" else x
         for in_place, two in itertools.product(both, both):

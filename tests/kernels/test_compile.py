@@ -79,8 +79,10 @@ def test_any_two_choices_of_a_kernel_are_compiled_together():
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES |= {torch.int8: "i8", torch.int64: "i64"}
 # What a kernel takes in several dtypes.
-STREAMED = tuple("logits student teacher grad x out hidden weight total base y y_out".split())
+STREAMED = "logits student teacher grad x out hidden weight total base y y_out supervised y_supervised"
+STREAMED = tuple(STREAMED.split())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,5 +152,5 @@ def test_on_a_gpu():
         for start, columns in ((0, 1024), (1, 1024), (0, 1), (0, 48), (3, 5)):
             x = memory[start:][: 8 * columns].view(8, columns)
             factor, out = torch.randn(8, device=DEVICE), torch.empty(8, columns, device=DEVICE)
-            scale_triton.scale_all([(x, out)], [factor])
+            scale_triton.scale_all([(x, out)], [factor], [None])
             assert torch.equal(out, x * factor[:, None]), (start, columns)

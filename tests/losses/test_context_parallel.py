@@ -264,6 +264,7 @@ def everything() -> dict:
     found["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
 
     found["errors"] = errors(rank)
+    found["main"] = added(rank, SLICES[ranks]["uneven"])
 
     if ranks == 4:  # with a head in two shards
         grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("cp", "tp"))
@@ -275,6 +276,26 @@ def everything() -> dict:
         found["grid"] = run(
             replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all"
         )
+    return found
+
+
+def added(rank: int, slices: Slices) -> list:
+    """Two steps without targets, one with targets on the last ranks alone, and an upstream gradient of 0.5:
+    whether d_hidden and the main gradient are 0, or the error."""
+    found = []
+    for nothing, compact in ((True, True), (True, False), (False, True)):
+        loss, inputs = call_of("dpo", "none of the first", slices, rank)
+        if nothing:
+            inputs["targets"] = torch.full_like(inputs["targets"], -100)
+        main = torch.zeros_like(inputs["weight"])
+        hidden, weight = (inputs.pop(name).clone().requires_grad_() for name in ("hidden", "weight"))
+        loss = replace(loss, cp_group=dist.group.WORLD, compact=compact)
+        try:
+            out = loss(hidden, weight, inputs.pop("targets"), accumulate_into=main, **inputs)
+            (out.loss * 0.5).backward()
+            found.append((not hidden.grad.any(), not main.any()))
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 
@@ -367,6 +388,14 @@ def test_equals_whole_sequences(ranks, call, which):
     truth = run(*call_of(name, which), trained)
     for layout, slices in SLICES[len(ranks)].items():
         assert_equal([rank[layout, name, trained, which] for rank in ranks], truth, layout, slices)
+
+
+def test_a_main_gradient_takes_any_loss_without_targets(ranks):
+    """On all ranks; with targets on any of them, every rank refuses the loss."""
+    for rank in ranks:
+        *nothing, some = rank["main"]
+        assert nothing == [(True, True)] * 2
+        assert "expected an upstream gradient of 1 with accumulate_into, got 0.5" in some
 
 
 @pytest.mark.parametrize("name", SEPARABLE)

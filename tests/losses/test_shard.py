@@ -227,6 +227,11 @@ def apart(rank: int, group, sizes, head) -> dict:
     found |= resized(group, rank, head) | {"peaks": peaks(group, rank) if watched(ranks) else {}}
     found["heads"] = several_heads(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
     found["depths"] = several_depths(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
+    found["ignored"] = [
+        not_a_number(CrossEntropyLoss(tp_group=group, compact=compact), head, sizes, rank, labels)
+        for compact in (True, False)
+        for labels in (torch.full((B, T), -100), targets())
+    ]
     mine = distribute_tensor(head["weight"], mesh, [Shard(0)])
     found["depths of a DTensor"] = several_depths(lambda x: mine if x.dim() > 1 else None, tp_group="tp")
     x = SimpleNamespace(
@@ -368,6 +373,15 @@ def several_depths(rows, **options) -> dict[str, Tensor]:
     return {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": d_weight} | out.metrics
 
 
+def not_a_number(loss, head, sizes, rank, labels) -> dict:
+    """Where the gradients are 0 and where they are NaN, of an upstream gradient of NaN."""
+    operands = [head["hidden"], cut(head["weight"], sizes, rank), cut(head["bias"], sizes, rank)]
+    hidden, weight, bias = (x.clone().requires_grad_() for x in operands)
+    (loss(hidden, weight, here(labels), bias=bias).loss * torch.nan).backward()
+    found = {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+    return {name: (x == 0, x.isnan()) for name, x in found.items()}
+
+
 # Losses that add to a shard's main gradient.
 MAIN = ("ce smoothed", "dpo", "jsd")
 
@@ -390,6 +404,16 @@ def test_a_main_gradient_of_each_shard(ranks):
         hidden, weight = random(B, T, H), random(V, H).requires_grad_()
         (truth,) = torch.autograd.grad(1.7 * loss(hidden, weight, targets(), **options).loss, weight)
         assert_equal([rank[f"main {name}"] for rank in ranks], {"d_weight": truth}, 1e-11)
+
+
+def test_ignored_tokens_have_no_gradient_whatever_arrives(ranks):
+    supervised = (targets() != -100)[..., None].cpu()
+    for rank in ranks:
+        for i, found in enumerate(rank["ignored"]):
+            kept = supervised if i % 2 else torch.zeros_like(supervised)
+            for name, (zero, nan) in found.items():
+                expected = kept.expand(zero.shape) if name == "hidden" else kept.any().expand(zero.shape)
+                assert torch.equal(nan, expected) and torch.equal(zero, ~expected), (i, name)
 
 
 def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], tolerance: float) -> None:

@@ -91,6 +91,45 @@ def test_num_items_in_batch(family, options):
     same_as_stock(model, num_items_in_batch=torch.tensor(50))
 
 
+@pytest.mark.parametrize("family, options", [("llama", {}), ("tied", {}), ("mixtral", ROUTED)])
+def test_a_step_without_targets_trains_nothing(family, options):
+    """transformers' Trainer divides by 0 then: the loss is NaN and the gradients are 0."""
+    model = tiny_model(family, **options)
+    patch_model(model)
+    nothing = {"labels": torch.full_like(IDS, -100), "num_items_in_batch": torch.tensor(0)}
+    twin = transformers.AutoModelForCausalLM.from_config(model.config)
+    twin.load_state_dict(model.state_dict())
+    (theirs, expected), (ours, found) = (gradients(x, **INPUTS | nothing) for x in (twin, model))
+    assert ours.loss.isnan() and theirs.loss.isnan()
+    torch.testing.assert_close(found, expected)
+    assert any(x.any() for x in found.values()) == (family == "mixtral")  # its router loss
+
+
+def test_a_trainers_steps_with_and_without_targets(tmp_path):
+    """Losses, norms and weights are the stock model's, of which the first step has no targets."""
+    rows = [{"input_ids": row, "labels": row if i else row * 0 - 100} for i, row in enumerate(IDS)]
+    arguments = {"max_steps": 2, "per_device_train_batch_size": 1, "logging_steps": 1, "use_cpu": True}
+    arguments |= {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 0.01}
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *given):
+            return None
+
+    runs = []
+    for patched in (False, True):
+        model = tiny_model()
+        if patched:
+            patch_model(model)
+        trainer = InOrder(model, transformers.TrainingArguments(tmp_path, **arguments), train_dataset=rows)
+        trainer.train()
+        logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
+        runs.append((logs, {name: x.detach() for name, x in model.named_parameters()}))
+    (theirs, expected), (ours, found) = runs
+    assert theirs[0] == ours[0] == (0.0, 0.0) and ours[1][1] > 0
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_loss_function_of_the_users_is_honoured():
     model = tiny_model()
 

@@ -1,5 +1,8 @@
 """Multiply matrices by one factor or by a factor per row, in fp32, in one pass with one rounding.
 
+A factor of inf or NaN would turn 0 into NaN. Gradients therefore come with `supervised`: the rows of ignored
+tokens stay 0 for every factor.
+
 PyTorch's mixed-dtype multiplication reaches a quarter of an H200's memory bandwidth: it takes 2.5 ms for an
 fp32 d_weight (128,256, 4,096) that is cast to bf16, compared with 0.8 ms here. Two matrices share one launch:
 the two gradients of a call, or the two (C, H) matrices of a chunk.
@@ -22,25 +25,39 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def scale_all(pairs: Sequence[Pair], factors: Sequence[Tensor]) -> None:
+def scale_all(
+    pairs: Sequence[Pair], factors: Sequence[Tensor], supervised: Sequence[Tensor | None] = ()
+) -> None:
     """Multiply each matrix by all factors.
 
     Args:
         pairs: pairs (x, out) of matrices (n, m) with contiguous rows. `out` may be `x`.
         factors: one or two factors: 0-d, or (n,) if all matrices have n rows.
+        supervised: with a single 0-d factor, one entry for each matrix. (n,) bool: the other rows, which are
+            0 in x, are 0 in `out` for every factor. 0-d int64: with 0, all rows are. None: no row.
     """
     if not pairs:
         return
-    if _kernels_take(pairs):
+    if _kernels_take(pairs, contiguous=any(kept is not None for kept in supervised)):
         from logitless.kernels.head import scale_triton
 
-        scale_triton.scale_all(pairs, factors)
+        scale_triton.scale_all(pairs, factors, supervised or [None] * len(pairs))
         return
     factor = factors[0] if len(factors) == 1 else factors[0] * factors[1]
-    for x, out in pairs:
+    for (x, out), kept in zip(pairs, supervised or [None] * len(pairs), strict=True):
         # The factor needs at least one dimension: a 0-d factor would first be rounded to the dtype of x.
-        torch.mul(x, factor.reshape(-1, 1), out=out)
+        torch.mul(x, guarded(factor, kept).reshape(-1, 1), out=out)
 
 
-def _kernels_take(pairs: Sequence[Pair]) -> bool:
-    return all(uses_triton(x.device, x.dtype) and x.stride(-1) == out.stride(-1) == 1 for x, out in pairs)
+def guarded(factor: Tensor, kept: Tensor | None) -> Tensor:
+    """The factor, 0 where `kept` (an entry of `supervised`) is 0: () or (n,)."""
+    return factor if kept is None else torch.where(kept != 0, factor, 0.0)
+
+
+def _kernels_take(pairs: Sequence[Pair], *, contiguous: bool) -> bool:
+    return all(
+        uses_triton(x.device, x.dtype)
+        and x.stride(-1) == out.stride(-1) == 1
+        and (not contiguous or (x.is_contiguous() and out.is_contiguous()))
+        for x, out in pairs
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,18 +67,39 @@ def scale_kernel(
         scale_block(x_ptr + row * x_stride, out_ptr + row * out_stride, cols, columns, factor, IN_PLACE)
 
 
+# Which rows `scale_flat` keeps at 0: none, all if a count is 0, or the rows that a mask leaves out.
+NONE, ALL, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
 @triton.jit
-def scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+def scale_flat(
+    x_ptr,
+    out_ptr,
+    supervised_ptr,
+    numel,
+    columns,
+    factor,
+    GUARD: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if GUARD == ALL:
+        factor = tl.where(tl.load(supervised_ptr) == 0, 0.0, factor)
     if IN_PLACE:
         # With a factor of 1, skip all elements. This is the usual case: the loss is not scaled.
         numel = tl.where(factor == 1.0, 0, numel)
+    infinite = (tl.abs(factor) < float("inf")) == 0  # also true of NaN
     first = tl.program_id(0).to(tl.int64)
     numel += first * 0  # in int64, as the last block may reach beyond 2^31
     for block in range(first, tl.cdiv(numel, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         mask = at < numel
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+        scaled = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * factor
+        if GUARD == ROWS:
+            if infinite:  # a finite factor leaves 0 as it is, without a division and a load per element
+                kept = tl.load(supervised_ptr + at // columns, mask=mask, other=0)
+                scaled = tl.where(kept == 0, 0.0, scaled)
+        tl.store(out_ptr + at, scaled.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @cached_launch
@@ -88,24 +110,33 @@ def scale_all_kernel(
     y_ptr,
     y_out_ptr,
     factor_ptr,
+    supervised_ptr,
+    y_supervised_ptr,
     numel,
     y_numel,
+    columns,
+    y_columns,
+    GUARD: tl.constexpr,
+    Y_GUARD: tl.constexpr,
     PAIR: tl.constexpr,
     IN_PLACE: tl.constexpr,
     Y_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     factor = tl.load(factor_ptr).to(tl.float32)
-    scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE, BLOCK)
+    scale_flat(x_ptr, out_ptr, supervised_ptr, numel, columns, factor, GUARD, IN_PLACE, BLOCK)
     if PAIR:
-        scale_flat(y_ptr, y_out_ptr, y_numel, factor, Y_IN_PLACE, BLOCK)
+        scale_flat(y_ptr, y_out_ptr, y_supervised_ptr, y_numel, y_columns, factor, Y_GUARD, Y_IN_PLACE, BLOCK)
 
 
-def scale_all(pairs: Sequence[tuple[Tensor, Tensor]], factors: Sequence[Tensor]) -> None:
+def scale_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], factors: Sequence[Tensor], supervised: Sequence[Tensor | None]
+) -> None:
     factor = factors[0]
     more = factors[-1]
     for number in range(0, len(pairs), 2):
         two = pairs[number : number + 2]
+        guards = supervised[number : number + 2]
         x, out = two[0]
         y, y_out = two[-1]
         options = {"PAIR": len(two) == 2, "IN_PLACE": _same(x, out), "Y_IN_PLACE": _same(y, y_out)}
@@ -114,7 +145,10 @@ def scale_all(pairs: Sequence[tuple[Tensor, Tensor]], factors: Sequence[Tensor])
         if len(factors) == 1 and factor.dim() == 0 and flat:
             blocks = -(-max(a.numel() for a, _ in two) // BLOCK)
             programs = min(blocks, PROGRAMS * multiprocessors(x.device))
-            scale_all_kernel[(programs,)](x, out, y, y_out, factor, x.numel(), y.numel(), **options)
+            options |= {"GUARD": _guard(guards[0]), "Y_GUARD": _guard(guards[-1])}
+            operands = (_pointer(guards[0], factor), _pointer(guards[-1], factor), x.numel(), y.numel())
+            columns = x.shape[1], y.shape[1]
+            scale_all_kernel[(programs,)](x, out, y, y_out, factor, *operands, *columns, **options)
             continue
         rows, columns = x.shape
         strides = [a.stride(0) for pair in (two[0], two[-1]) for a in pair]
@@ -122,6 +156,18 @@ def scale_all(pairs: Sequence[tuple[Tensor, Tensor]], factors: Sequence[Tensor])
         parts = sum(-(-a.shape[1] // BLOCK) for a, _ in two)
         operands = (x, out, y, y_out, factor, more, *strides, columns, y.shape[1], *steps)
         scale_kernel[(rows, parts)](*operands, TWO=len(factors) == 2, **options)
+
+
+def _guard(kept: Tensor | None) -> int:
+    if kept is None:
+        return NONE.value
+    return ROWS.value if kept.dim() else ALL.value
+
+
+def _pointer(kept: Tensor | None, unused: Tensor) -> Tensor:
+    if kept is None:
+        return unused
+    return kept.view(torch.int8) if kept.dtype == torch.bool else kept
 
 
 def _same(x: Tensor, out: Tensor) -> bool:

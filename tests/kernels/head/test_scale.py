@@ -1,6 +1,7 @@
 """Scaling of rows: computed in fp32 and rounded once, for every pair of dtypes, in place and apart."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -67,6 +68,41 @@ def test_several_matrices_at_once(widths, factors):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("factor", [math.inf, math.nan, -0.75, 1.0])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp16")])
+@pytest.mark.parametrize("guards", ["rows", "rows, some", "rows, none", "none", "unguarded"])
+def test_ignored_rows_stay_0_for_every_factor(guards, factor, dtype, out_dtype):
+    """A matrix of which some rows are supervised, and one that any supervised row reaches."""
+    random = Random()
+    supervised = random.integers(2, 41).bool()
+    x, y = random.normal(41, 305).to(DTYPES[dtype]), random.normal(7, 305).to(DTYPES[dtype])
+    x[~supervised] = 0
+    if guards.endswith("none"):
+        supervised[:], x[:], y[:] = False, 0, 0
+    count = supervised.sum()
+    given = {
+        "rows": (supervised, None),
+        "rows, some": (supervised, count),
+        "rows, none": (supervised, count),
+        "none": (count, count),
+        "unguarded": (),
+    }[guards]
+    expected = [rounded(matrix.float() * factor, DTYPES[out_dtype]) for matrix in (x, y)]
+    if guards != "unguarded":
+        expected[0][~supervised] = 0
+    if guards.endswith("none"):
+        expected[1][:] = 0
+    outs = [poisoned(*matrix.shape, dtype=DTYPES[out_dtype]) for matrix in (x, y)]
+    factor = torch.tensor(factor, device=DEVICE)
+    ways = [((x, outs[0]), (y, outs[1]))]
+    if dtype == out_dtype:
+        ways.append(((x, x), (y, y)))
+    for pairs in ways:
+        scale_all(pairs, (factor,), given)
+        for (_, found), wanted in zip(pairs, expected, strict=True):
+            assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 def test_any_length_fits_the_grid(monkeypatch):
     """CUDA allows 65,535 blocks along the second dimension; one row of 2^28 numbers must not lie along it."""
     pytest.importorskip("triton")
@@ -82,12 +118,12 @@ def test_any_length_fits_the_grid(monkeypatch):
     monkeypatch.setattr(scale_triton, "scale_all_kernel", Grid())
     for shape in ((1, 2**28), (2**17, 2048), (3, 5 * 2**20), (2**28, 1)):
         x = torch.empty(shape, device="meta")
-        scale_triton.scale_all(((x, x), (x, x)), (torch.empty((), device="meta"),))
+        scale_triton.scale_all(((x, x), (x, x)), (torch.empty((), device="meta"),), (None, None))
     # A factor of 1 must not launch as many programs as there are blocks.
     assert all(grid[0] <= 65535 for grid in found), found
     for shape in ((2**28, 1), (2**17, 2048)):
         x = torch.empty(shape, device="meta")
-        scale_triton.scale_all(((x, x), (x, x)), (torch.empty(shape[0], device="meta"),))
+        scale_triton.scale_all(((x, x), (x, x)), (torch.empty(shape[0], device="meta"),), (None, None))
     assert all(grid[1] <= 65535 for grid in found if len(grid) > 1), found
 
 
