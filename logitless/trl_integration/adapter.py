@@ -129,6 +129,7 @@ class ChunkedLoss:
         self.uses_original = False
         self.is_off = False  # whether it was switched off
         self.returns_gatherable_logits = False
+        self.has_warned_of_empty_pair = False
         self.loss_mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of the model of a trainer outside of TRL
         self.undo: Callable[[], None] = lambda: None
@@ -174,7 +175,7 @@ class ChunkedLoss:
     def without_offloading(self) -> AbstractContextManager:
         """Context manager for the call of a loss: under TRL's activation offloading, the tensors that the
         loss saves stay on the GPU, because the backward pass begins with them."""
-        if not getattr(self.trainer.args, "activation_offloading", False):
+        if not trl_option(self.trainer, "activation_offloading", False):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
@@ -442,6 +443,18 @@ def swap_attributes(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+def trl_option(trainer: Any, name: str, default: Any) -> Any:
+    """The value of an option of TRL's config for this trainer; `default` if that config has no such option. A
+    field of that name in a config of the user's is the user's own."""
+    return getattr(trainer.args, name) if _has_option(type(trainer.args), name) else default
+
+
+@functools.cache
+def _has_option(config_class: type, name: str) -> bool:
+    classes = (cls for cls in config_class.__mro__ if cls.__module__.split(".")[0] == "trl")
+    return name in getattr(next(classes, None), "__dataclass_fields__", ())
 
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless import DistillationLoss
-from logitless.errors import check_choice, value_error
+from logitless.errors import check_choice, message, value_error, warn
 from logitless.losses.base import LossOutput
 
 from .adapter import EVERY_STEP, Adapter, ChunkedLoss, Replacement
@@ -41,10 +42,29 @@ def compute_sequence_logps(chunked: ChunkedLoss, original: Callable, arguments: 
     if isinstance(arguments.logits, Tensor):
         return original()  # of another model
     labels = arguments.labels[:, 1:]
+    lengths = (labels != -100).sum(-1)
+    if arguments.average_log_prob and not lengths.all():
+        labels, lengths = _keep_nan(chunked, labels, lengths)
     logps = arguments.logits[:, :-1].statistics(labels)["logps"].sum(-1)
-    if arguments.average_log_prob:
-        return logps / (labels != -100).sum(-1)
-    return logps
+    return logps / lengths if arguments.average_log_prob else logps
+
+
+def _keep_nan(chunked: ChunkedLoss, labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return labels (2 * pairs, T) and lengths (2 * pairs,) with which the mean log-probability of a sequence
+    without tokens, and every gradient, are NaN, as in TRL. Its tokens are ignored, and would have no
+    gradient: one of them is not."""
+    is_empty = lengths == 0
+    if not chunked.has_warned_of_empty_pair:
+        chunked.has_warned_of_empty_pair = True
+        pairs = (is_empty.nonzero()[:, 0] % (len(labels) // 2)).unique().tolist()
+        step = chunked.trainer.state.global_step
+        expected = "tokens in every completion"
+        got = f"none for pair {', '.join(map(str, pairs))} of the batch of step {step}"
+        remedy = "loss and gradients are NaN, as in TRL: increase max_length, or filter out long prompts"
+        warn(message("max_length", expected, got, remedy), UserWarning)
+    labels = labels.clone()
+    labels[is_empty, 0] = 0
+    return labels, lengths.to(torch.float32).masked_fill(is_empty, torch.nan)
 
 
 def compute_logps_and_entropy(

@@ -27,7 +27,16 @@ from logitless.errors import value_error
 from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import WRAPPERS
 
-from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, base_of, is_from_trl, swap_attributes
+from .adapter import (
+    Adapter,
+    ChunkedLoss,
+    MakeAttach,
+    Replacement,
+    base_of,
+    is_from_trl,
+    swap_attributes,
+    trl_option,
+)
 from .forwards import forwards_of, fused_head_options
 from .head import ComputeFields, attach_fused_head
 from .versions import require_newest_minor
@@ -48,12 +57,12 @@ def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
         shift. They have a gradient if TRL's have one.
     """
     trainer = chunked.trainer
-    uses_fp32_head = getattr(trainer.args, "cast_lm_head_to_fp32", False)
+    uses_fp32_head = trl_option(trainer, "cast_lm_head_to_fp32", False)
     rounds_to_bf16 = needs_server_rounding(trainer)
     make_with_budget = functools.partial(
         TokenStatistics,
         also=tuple("sum_logits" if name == "mean_logits" else name for name in names if name != "entropy"),
-        temperature=getattr(trainer.args, "temperature", 1.0),
+        temperature=trl_option(trainer, "temperature", 1.0),
         logits_budget=chunked.logits_budget,
     )
 
@@ -101,12 +110,13 @@ def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
 
 def needs_server_rounding(trainer: Any) -> bool:
     """Whether logits are rounded as vLLM rounds those of the rollouts' log-probabilities."""
-    return uses_server(trainer.args) and not getattr(trainer.args, "cast_lm_head_to_fp32", False)
+    return uses_server(trainer) and not trl_option(trainer, "cast_lm_head_to_fp32", False)
 
 
-def uses_server(args: Any) -> bool:
+def uses_server(trainer: Any) -> bool:
     """Whether vLLM generates the rollouts; always in AsyncGRPO, which has no `use_vllm`."""
-    return bool(getattr(args, "use_vllm", hasattr(args, "vllm_server_base_url")))
+    is_always_served = trl_option(trainer, "vllm_server_base_url", None) is not None
+    return trl_option(trainer, "use_vllm", is_always_served)
 
 
 def describe_server_rounding(trainer: Any) -> str | None:
@@ -117,7 +127,7 @@ def describe_server_rounding(trainer: Any) -> str | None:
             "more accurate: cast_lm_head_to_fp32=True here, and a server with --hf-overrides "
             '\'{"head_dtype": "float32"}\''
         )
-    if uses_server(trainer.args):
+    if uses_server(trainer):
         return (
             "logits are not rounded (cast_lm_head_to_fp32): the vLLM server needs --hf-overrides "
             '\'{"head_dtype": "float32"}\', or it rounds them to bf16'
@@ -127,14 +137,11 @@ def describe_server_rounding(trainer: Any) -> str | None:
 
 def describe_truncated_sampling(trainer: Any) -> str | None:
     """The warning about vLLM sampling with top_p, top_k or min_p; None without truncation or vLLM."""
-    args = trainer.args
-    is_truncated = {
-        "top_p": (getattr(args, "top_p", None) or 1.0) < 1,
-        "top_k": (getattr(args, "top_k", None) or 0) > 0,
-        "min_p": (getattr(args, "min_p", None) or 0.0) > 0,
-    }
-    options = [f"{name}={getattr(args, name)}" for name, truncates in is_truncated.items() if truncates]
-    if not uses_server(args) or not options:
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    values = {name: trl_option(trainer, name, None) or off for name, off in neutral.items()}
+    is_truncated = {"top_p": values["top_p"] < 1, "top_k": values["top_k"] > 0, "min_p": values["min_p"] > 0}
+    options = [f"{name}={values[name]}" for name, truncates in is_truncated.items() if truncates]
+    if not uses_server(trainer) or not options:
         return None
     return (
         f"{', '.join(options)}: vLLM's log-probabilities are over the ids that it kept, TRL's over the whole "
@@ -241,7 +248,7 @@ def check_fused_head_options(trainer: Any) -> None:
     head_options = fused_head_options(fused_head)
     for name, default in (("temperature", 1.0), ("cast_lm_head_to_fp32", False)):
         head_option = head_options[name]
-        option = getattr(trainer.args, name, default)
+        option = trl_option(trainer, name, default)
         if option != head_option:
             expected = f"{head_option!r}, which the fused head of its model has"
             remedy = "another trainer or option has come since its constructor: construct it again"

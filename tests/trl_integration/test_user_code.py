@@ -3,6 +3,8 @@ that change options between steps, losses and models of their own. Each beside T
 on a peaked model: the fields' differences would not show on one that knows nothing."""
 
 import functools
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -244,6 +246,20 @@ def own_loss(trainer):
     trainer.compute_loss_func = lambda *args, **kwargs: 0.0
 
 
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
+def test_fields_of_a_config_of_the_users(folder, kind):
+    """Named like options of GRPO."""
+    fields = {
+        "temperature": 3.0,
+        "cast_lm_head_to_fp32": True,
+        "use_vllm": True,
+        "vllm_server_base_url": "http://here",
+    }
+    names = {"__annotations__": {name: type(value) for name, value in fields.items()}}
+    config = dataclass(type("OwnConfig", (stock(f"{kind}Config"),), fields | names))
+    assert_same_run(*pairs(kind, folder, stock(f"{kind}Trainer"), config=config), rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -348,6 +364,22 @@ def test_a_forward_that_is_set_above_the_fused_head(tmp_path):
     apply_to(trainer)
     with pytest.raises(ValueError, match="model.forward: expected TRL's fused head, got .*<lambda>; set it"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("ORPO", {}), ("CPO", {"loss_type": "simpo"})])
+def test_a_completion_that_is_truncated_away(folder, kind, settings):
+    """Its mean log-probability is NaN in TRL, and so is every gradient."""
+    settings |= {"max_length": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = pairs(kind, folder, stock(f"{kind}Trainer"), **settings)
+    for run in runs:
+        assert run.gradients[0] and all(x.isnan().all() for x in run.gradients[0].values())
+    expected = (
+        "max_length: expected tokens in every completion, got none for pair 0, 1 of the batch of step 0"
+    )
+    (found,) = [str(x.message) for x in caught if "max_length" in str(x.message)]
+    assert found.startswith(expected)
 
 
 class Penalized(GKDTrainer):
