@@ -286,6 +286,9 @@ class DeferredLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> "DeferredLogits":
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() < self.dim()
+        if is_mask:
+            return replace(self, hidden=self.hidden[index])
         index = index if isinstance(index, tuple) else (index,)
         dims = self.dim()
         if index[0] is Ellipsis:

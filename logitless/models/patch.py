@@ -82,7 +82,8 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     The model's own forward pass runs; its LM head returns an object that holds the hidden states. Therefore
     the model's code still applies logit scale and softcap, the shift of the labels, `num_items_in_batch`, the
     router loss, the fields of the output and a `loss_function` that was set on the model. The output has no
-    `logits`. Calls without labels, such as generation, run as before.
+    `logits`: read its fields by name, because `out[1]` is the field after them, such as `past_key_values`.
+    Calls without labels, such as generation, run as before.
 
     Args:
         model: a causal language model of transformers, with PEFT adapters or without; LoRA may also be on the

@@ -293,10 +293,6 @@ class GatherableLogits(DeferredLogits):
             self._refuse("a product after log_softmax")
         return super().__mul__(factor)
 
-    def __getitem__(self, index: Any) -> "GatherableLogits":
-        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
-        return replace(self, hidden=self.hidden[index]) if is_mask else super().__getitem__(index)
-
     def chunk(self, chunks: int, dim: int) -> list["GatherableLogits"]:
         return [replace(self, hidden=x) for x in self.hidden.chunk(chunks, dim)]
 

@@ -152,8 +152,8 @@ REFUSED = {
     "cross_entropy .* reduce=False": lambda logits, labels: cross_entropy(
         logits.view(-1, VOCAB), labels.flatten(), reduce=False
     ).sum(),
-    "an index of Tensor": lambda logits, labels: cross_entropy(
-        logits[labels != -100], labels[labels != -100]
+    "an index of slice, Tensor": lambda logits, labels: cross_entropy(
+        logits[:, torch.arange(3)].flatten(0, 1), labels[:, :3].flatten()
     ),
     "a product with Tensor": lambda logits, labels: cross_entropy(
         (logits * torch.ones(VOCAB)).view(-1, VOCAB), labels.flatten()
@@ -432,6 +432,35 @@ def test_a_loss_that_differs_is_refused_with_both_numbers(monkeypatch):
     ):
         patch_model(model)
     assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is nn.Linear
+
+
+def test_tokens_that_the_model_selects_by_the_attention_mask():
+    """Qwen2-Audio indexes logits and labels before the loss."""
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    text = {"model_type": "qwen2", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.Qwen2AudioConfig(
+        audio_config=audio | {"num_mel_bins": 8, "max_source_positions": 8}, text_config=text
+    )
+    model = transformers.Qwen2AudioForConditionalGeneration(config)
+    inputs = INPUTS | {"attention_mask": (torch.arange(11) < torch.tensor([[11], [7]])).long()}
+    theirs, expected = gradients(model, **inputs)
+    assert patch_model(model).checked == "checked at attach"
+    ours, found = gradients(model, **inputs)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_use_of_the_attention_mask_is_refused_at_once():
+    class Weighted(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            out = super().forward(input_ids, attention_mask, **kwargs)
+            logits = out.logits if attention_mask is None else out.logits * attention_mask[..., None]
+            out.loss = cross_entropy(logits.view(-1, VOCAB), labels.view(-1))
+            return out
+
+    with pytest.raises(TypeError, match="logits: expected a loss that is .*, got a product with Tensor"):
+        patch_model(Weighted(tiny_model().config))
 
 
 def test_a_model_that_cannot_be_called_with_ids_alone():
