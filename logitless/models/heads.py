@@ -1,9 +1,14 @@
 """Find the LM head of a transformers model, and read its parameters."""
 
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
 from logitless.errors import value_error
+from logitless.exchange import instance_forward
 from logitless.parallel.groups import split_over_vocabulary
 
 COMPILED = "OptimizedModule"
@@ -15,6 +20,8 @@ WRAPPERS = {
     "_FabricModule": "module",
     "DeepSpeedEngine": "module",
 }
+COPIED = "a deep copy whose `forward` calls the model that was copied"
+COPY_REMEDY = "delete its attribute `forward`, or copy the model before a trainer is constructed"
 ONE_PROCESS = "use torchrun or accelerate launch, or select one GPU with CUDA_VISIBLE_DEVICES"
 
 
@@ -62,6 +69,28 @@ def find_head(model: nn.Module) -> nn.Module:
         expected = "a causal language model with an LM head"
         raise value_error("model", expected, type(model).__name__, remedy)
     return head
+
+
+def calls_another_model(model: nn.Module) -> bool:
+    """Whether the `forward` on the instance calls another module.
+
+    It does in a deep copy of a model on which TRL has set a `forward`: a deep copy of a function refers to
+    the same objects, here to the model that was copied.
+    """
+    pending: list[Any] = [instance_forward(model)]
+    seen = set()
+    while pending:
+        function = pending.pop()
+        owner = getattr(function, "__self__", model)
+        if isinstance(owner, nn.Module) and owner is not model:
+            return True
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType) and function not in seen:
+            seen.add(function)
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    pending.append(cell.cell_contents)
+    return False
 
 
 def sharded_head_weight(model: nn.Module) -> Tensor | None:

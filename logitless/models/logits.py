@@ -25,7 +25,7 @@ from logitless.errors import message, value_error
 from logitless.exchange import exchange, exchanged, instance_forward, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenStatistics
-from logitless.models.heads import ONE_PROCESS, read_head
+from logitless.models.heads import COPIED, COPY_REMEDY, ONE_PROCESS, calls_another_model, read_head
 from logitless.models.probes import check_head
 from logitless.parallel.groups import is_dtensor, local_parameter, split_over_vocabulary
 
@@ -111,6 +111,8 @@ def defer_logits(
     if not deferral.was_called:
         expected = "a forward pass that calls the module of get_output_embeddings()"
         remedy = "its logits were computed elsewhere; compute its loss without logitless"
+        if calls_another_model(model):
+            raise value_error("model", expected, COPIED, COPY_REMEDY)
         raise value_error("model", expected, type(model).__name__, remedy)
 
 

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, is_of_user, view_of
 from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
-from logitless.models.heads import base_of, find_head, read_head, unwrap
+from logitless.models.heads import (
+    COPIED,
+    COPY_REMEDY,
+    base_of,
+    calls_another_model,
+    find_head,
+    read_head,
+    unwrap,
+)
 from logitless.models.logits import Deferral, accepted, defer_logits, deferring_head, keywords_of, logits_in
 
 
@@ -135,4 +143,6 @@ def _measure_softcap_and_scale(
             if torch.allclose(factor, factor[..., :1]):
                 return logits.softcap, logits.logit_scale * factor[0, 0, 0].item()
     remedy = "use patch_model(model), which supports layers between the two"
+    if calls_another_model(model):
+        reason, remedy = COPIED, COPY_REMEDY
     raise ValueError(f"model: expected a head that takes the backbone's output, got {reason}; {remedy}.")

@@ -139,6 +139,10 @@ class ChunkedLoss:
         self.attach_functions: dict[str, Attach] = {}  # by the trainer's attribute
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
+        if id(self.trainer) in memo:
+            # The methods of the copy would be those of this trainer.
+            remedy = "call remove_from(trainer) before, and apply_to(copy), or construct another trainer"
+            raise value_error("trainer", "one without the flag to copy", "use_chunked_loss=True", remedy)
         # A model that is copied with its head leaves the trainer where it is.
         return self
 

@@ -1,6 +1,7 @@
 """`patch_model`: what must go on working beside the loss, how it is undone, checked, and refused."""
 
 import copy
+import functools
 import io
 import types
 import warnings
@@ -250,6 +251,29 @@ def test_a_deep_copy_trains_its_own_weights():
     assert all(x.grad is None for x in model.parameters())
     patch()
     assert model(**INPUTS).logits is not None and twin(**INPUTS).logits is None
+
+
+def test_a_deep_copy_that_calls_the_model_it_was_copied_from():
+    """As after training by TRL, whose `forward` on the instance holds the method that it replaces."""
+    model = tiny_model()
+    stock = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused_lm_head=False, **kwargs):
+        return stock(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    patch_model(model)()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(3)
+    expected = "got a deep copy whose `forward` calls the model that was copied; delete its attribute"
+    for use in (patch_model, head_of):
+        with pytest.raises(ValueError, match=expected):
+            use(twin)
+    del twin.forward
+    patch_model(twin)
+    same_as_stock(twin)
 
 
 def test_files_hold_the_stock_model(tmp_path):

@@ -1,5 +1,6 @@
 """Models and trainers that existed before the flag: the same losses and gradients, and the way back."""
 
+import copy
 import warnings
 
 import pytest
@@ -9,7 +10,15 @@ import trl
 from datasets import Dataset
 
 from logitless.models import fit_activations, fuse_layers
-from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
+from logitless.trl_integration import (
+    ORPOConfig,
+    ORPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+    apply_to,
+    patch_model,
+    remove_from,
+)
 from logitless.trl_integration.apply import PLAIN, adapter_of
 
 from .compare import adapted, options, our_pair, sft_trainer, unchanged
@@ -265,3 +274,19 @@ def test_data_parallel_is_refused(tmp_path):
     with trainer.chunked_loss.attach_models(), refused:
         # as torch.nn.parallel.replicate makes it, which needs two GPUs
         model._replicate_for_data_parallel()(torch.arange(3, 9)[None])
+
+
+def test_a_deep_copy_of_a_trainer(tmp_path):
+    """With the flag its methods would be those of the original."""
+    trainer = sft_trainer(tmp_path, SFTTrainer, SFTConfig, use_chunked_loss=True)
+    expected = "trainer: expected one without the flag to copy, got use_chunked_loss=True; call remove_from"
+    with pytest.raises(ValueError, match=expected):
+        copy.deepcopy(trainer)
+    remove_from(trainer)
+    twin = copy.deepcopy(trainer)
+    apply_to(twin)
+    weights = [x.clone() for x in trainer.model.parameters()]
+    twin.train()
+    assert twin.last_plan is not None
+    assert all(map(torch.equal, weights, trainer.model.parameters()))
+    assert not all(map(torch.equal, weights, twin.model.parameters()))
