@@ -24,9 +24,9 @@ from logitless.layers.source import (
     UnrecognizedSource,
     calls_of,
     fingerprint,
-    forward_of,
     functions_of,
     tree_of,
+    undecorated_forward_of,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -106,7 +106,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     Raises:
         UnrecognizedSource: the results differ from those of the operator, or the source is not available.
     """
-    function = forward_of(module)
+    function = undecorated_forward_of(module)
     norm = NORMS.get(fingerprint(functions_of(function, type(module))))
     if norm is None:
         return None

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from logitless.kernels.matmul import has_out_dtype
 from logitless.layers.fused_forwards import PLAIN_TYPES, is_transformed, is_untouched
-from logitless.layers.source import UnrecognizedSource, forward_of
+from logitless.layers.source import UnrecognizedSource, undecorated_forward_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def check(module: nn.Module) -> None:
     cls = type(module)
     if (cls.__module__, cls.__qualname__) != PEFT_LINEAR:
         raise UnrecognizedSource(f"it is {cls.__module__}.{cls.__qualname__}")
-    function = forward_of(module)
+    function = undecorated_forward_of(module)
     if type(module.base_layer) is not nn.Linear:
         raise UnrecognizedSource(f"its base layer is {type(module.base_layer).__name__}")
     if variants := {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}:

@@ -33,6 +33,22 @@ def forward_of(module: nn.Module) -> FunctionType:
     return function
 
 
+def undecorated_forward_of(module: nn.Module) -> FunctionType:
+    """Return as `forward_of`, for a module whose whole forward pass is replaced, decorators included.
+
+    Raises:
+        UnrecognizedSource: as for `forward_of`, or the forward pass has a decorator.
+    """
+    function = forward_of(module)
+    _check_undecorated(function)
+    return function
+
+
+def _check_undecorated(function: Callable) -> None:
+    if hasattr(function, "__wrapped__"):
+        raise UnrecognizedSource(f"its forward pass is wrapped by {_describe(function)}")
+
+
 def rewrap(function: FunctionType, new: FunctionType) -> FunctionType:
     """Return a copy of a decorated function whose decorators call `new` instead of the written function.
 
@@ -85,8 +101,7 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
         UnrecognizedSource: the source is not available, is not that of a function, or does not tell what a
             decorator adds.
     """
-    if hasattr(function, "__wrapped__"):
-        raise UnrecognizedSource(f"its forward pass is wrapped by {_describe(function)}")
+    _check_undecorated(function)
     try:
         lines, start = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]

@@ -1,6 +1,7 @@
 """Fused LoRA layers: results and gradients are PEFT's, and what PEFT's own code computes is left to it."""
 
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Iterator
@@ -312,6 +313,21 @@ def test_what_is_left_to_peft_is_reported(options, reason):
     assert names and {report.skipped.pop(name) for name in names} == {reason} and not report.skipped
     assert not any(name in report.fused for name in names)
     assert_same(step(model), wanted)
+
+
+def test_a_decorated_forward_pass_is_left_to_peft(monkeypatch):
+    stock, calls = peft.tuners.lora.Linear.forward, []
+
+    @functools.wraps(stock)
+    def counting(self, *args, **kwargs):
+        calls.append(self)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", counting)
+    model = adapted(Block(), target_modules=["first", "second"])
+    with pytest.raises(ValueError, match=f"its forward pass is wrapped by counting of {__name__}"):
+        fuse_layers(model)
+    assert not calls
 
 
 def test_another_base_layer_is_left_to_peft():
