@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitless.engine.function import FusedLinearBase
+from logitless.engine.base import FusedLinearBase
 from logitless.tools.check import allowed_error, relative_error
 
 # Where the tests of losses and kernels run; tests/conftest.py makes it the default device of the former.

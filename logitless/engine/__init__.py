@@ -1,7 +1,7 @@
 """Compute the loss and the gradients of a call chunk by chunk. The engine does not depend on any loss class.
 
 `call` represents the call of a head. `plan` and `budget` decide how the call is cut into chunks,
-`rows` and `choose` which rows are projected. `passes` and `loop` run the chunks with `projection`,
-`gradients` and one of `objectives`. `function` connects the passes to autograd, `operators` to torch.compile.
+`rows` and `choose` which rows are projected. `base` runs the chunks with `projection`, `gradients` and one of
+`objectives`, under autograd; `operators` connects it to torch.compile.
 The losses, `tools` and `models` call the engine. Authors of custom losses only need `logitless.losses.base`.
 """

@@ -1,9 +1,7 @@
-"""The default memory budget of a chunk, and the measured bytes per row of a `LogitsLoss` without a kernel.
-
-`passes.plan_for` uses both to make a plan.
-"""
+"""The plan of a pass within the memory budget of a chunk: the default budget, and the bytes of a row."""
 
 import functools
+import math
 import weakref
 from typing import NamedTuple, Self
 
@@ -14,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.engine.call import HeadCall
 from logitless.engine.compiled import ChunkInputs, chunk_function, compiled_chunk_function
-from logitless.engine.plan import MIB, BudgetWarning
+from logitless.engine.plan import MIB, BudgetWarning, Facts, Pass, Plan, Replayed, make_plan, make_replay_plan
 from logitless.engine.remembered import Remembered
+from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UNITS, UnitFactors
 from logitless.errors import warn
@@ -173,3 +172,82 @@ def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary:
     evaluate(*arguments)
     allocated = torch.cuda.memory_stats(example.device)["allocated_bytes.all.allocated"] - before
     return -(-allocated // MEASURED_ROWS)
+
+
+def plan_for(
+    call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, d_weight_in_stat_dtype: bool = False
+) -> Plan:
+    """Make the plan of a pass: its strategy, and chunks within `logits_budget` or the default budget of the
+    device.
+
+    The budget limits memory of size (C, V). The features and d_features (C, H) of a chunk are not counted,
+    because they are no larger than the (N, H) tensors of the call.
+
+    Args:
+        call: the call.
+        rows: the rows to project.
+        purpose: the kind of the pass.
+        heads: number of heads of the public call.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
+    """
+    loss = call.loss
+    device = call.weight.device
+    needs = call.needs
+    budget = loss.logits_budget or default_budget(device)
+    costs = loss.objective.costs(call, budget, purpose)
+    row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
+    if rows.teacher is not None:
+        row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
+    replay = rows.replay
+    if replay is not None and replay.picked and call.fp32_logits:
+        row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, for stored logits
+    if budget - fixed < row_bytes:
+        warn_once(
+            loss,
+            "row",
+            f"logits_budget: expected at least {row_bytes + fixed} bytes, for one row of logits and its "
+            f"temporaries, got {budget} bytes; working one row at a time, set "
+            f"logits_budget={256 * row_bytes + fixed} (bytes) or more for speed.",
+        )
+    usable = max(budget - fixed, row_bytes)
+    trainable_head = needs.weight or needs.bias
+    backward = (needs.hidden or needs.layers) + needs.weight
+    twice = purpose is Pass.STATISTICS and call.trainable and not call.keeps_dlogp_dhidden
+    spared = 0
+    # Memory for the sum of d_weight in a wider dtype, which a single chunk does not need. It is also counted
+    # in Pass.STATISTICS, so that this pass has the same chunks as the Pass.GRADIENTS that follows. In fp16 it
+    # is not counted, because d_weight is always fp32.
+    summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
+    if summed and not d_weight_in_stat_dtype and loss.accum_dtype is None:
+        spared = call.weight.numel() * call.stat_dtype.itemsize
+    facts = Facts(
+        rows.count,
+        None if rows.group_sizes is None else tuple(rows.group_sizes),
+        call.trainable,
+        trainable_head,
+        costs.linear_in_logps,
+        costs.rereads,
+        costs.columns,
+        spared,
+        backward,
+        1 + backward if twice else 0,
+        fixed,
+        heads,
+        str(call.logits_dtype).removeprefix("torch."),
+    )
+    if replay is not None:
+        kinds = replay.plain, replay.picked, replay.gathered, replay.certain
+        replayed = Replayed(*kinds, replay.replayed, replay.kept_ids, replay.single)
+        return make_replay_plan(purpose, facts, replayed, row_bytes=row_bytes, budget=usable)
+    plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
+    if purpose is Pass.SOLVE and "recompute" in plan.parts:
+        needed = max(rows.group_sizes) * row_bytes
+        enough = needed + loss.objective.costs(call, 2 * needed, purpose).fixed_bytes
+        warn_once(
+            loss,
+            "group",
+            f"logits_budget: expected at least {enough} bytes, for the largest group of tokens of this call, "
+            f"got {budget} bytes; the group is projected twice (4 products for 3), set "
+            f"logits_budget={enough} (bytes) to avoid that.",
+        )
+    return plan

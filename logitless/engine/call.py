@@ -3,8 +3,9 @@
 `prepare` checks the arguments of a public call and creates a `HeadCall`. Only Medusa and multi-token
 prediction have several heads, with one `HeadCall` each.
 
-`pack` converts the heads of a call to a flat list of tensors and a `Signature`, which the autograd Function
-and the operators take; `unpack` is the inverse. Only these two depend on the order of the tensors.
+`pack` converts the heads of a call to a flat list of tensors and a `Signature`; `unpack` is the inverse. Only
+calls whose backward pass runs a pass, and compiled graphs, use them: the tensors become autograd's saved
+tensors, or the arguments of an operator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,13 +75,14 @@ class HeadCall:
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
     sets: Sets | None = None  # the kept ids of each row, if the call has a sampling mask
     add_targets: bool = False  # whether a target that is missing from its row's set is added to the set
-    # Set by `unpack`: which tensors need a gradient, and their indices in the trained tensors.
+    # Which tensors need a gradient, and their indices in the trained tensors of the public call. None while
+    # Dynamo traces the call.
     needs: Needs | None = None
     indices: TrainedIndices | None = None
     # The shard sizes and kernels of all ranks that share the head, after the ranks have exchanged them.
     shards: Shards | None = None
 
-    # Derived from the fields above, and set together with `needs`, inside the passes.
+    # Derived from the fields above, and set together with `needs`.
     trainable: bool = field(init=False)  # whether anything needs a gradient
     stat_dtype: torch.dtype = field(init=False)  # of per-token statistics
     sequences: WholeSequences = field(init=False)
@@ -128,6 +130,12 @@ class HeadCall:
             fp32_logits=fp32_logits,
             logits_dtype=loss.logits_dtype or (stat if fp32_logits else self.dtype),
         )
+
+    @property
+    def keeps_dlogp_dhidden(self) -> bool:
+        """Whether a pass that returns per-token statistics also keeps d logp / d hidden."""
+        hidden_alone = self.needs.hidden and not (self.needs.weight or self.needs.bias)
+        return hidden_alone and self.sets is None and self.loss.objective.linear_in_logps(self.loss)
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":
         """Return the call with the shard sizes and kernels of all ranks; unchanged if `shards` is None."""
@@ -211,6 +219,17 @@ def prepare(
             flat[name] = x
     if shift:
         targets = shifted(targets.long(), loss.ignore_index, targets.dim() - 1, cu_seqlens)
+    needs = indices = None
+    if not torch.compiler.is_compiling():
+        grad = torch.is_grad_enabled()
+        has_bias = bias is not None
+        needs = Needs(
+            grad and hidden.requires_grad,
+            grad and weight.requires_grad,
+            grad and has_bias and bias.requires_grad,
+            False,
+        )
+        indices = TrainedIndices(0, 1, 2 if has_bias else None, ())
     return HeadCall(
         loss=loss,
         hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
@@ -225,6 +244,8 @@ def prepare(
         frozen=frozen,
         sets=None if kept is None else kept.sets,
         add_targets=kept is not None and kept.add_targets,
+        needs=needs,
+        indices=indices,
     )
 
 
@@ -325,27 +346,57 @@ class Signature(NamedTuple):
         return self._replace(needs=(False,) * len(self.needs))
 
 
-def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int]:
-    """Pack the heads of one public call. Returns (signature, tensors, number of sequences).
+def trained_tensors(heads: Sequence[HeadCall]) -> tuple[list[Tensor], list[TrainedIndices]]:
+    """The trained tensors of one public call, and their indices for each head.
 
-    A tensor that several heads share is packed once, and gets a single gradient.
+    A tensor that several heads share is there once, and gets a single gradient.
     """
     trained: list[Tensor] = []
-    parts = []
+    indices = []
     for head in heads:
-        number = None if head.layers is None else head.layers.head
-        layers = {} if head.layers is None else head.layers.tensors
-        indices = []
-        for x in (head.hidden, head.weight, head.bias, *layers.values()):
+        of_head = []
+        for x in (head.hidden, head.weight, head.bias, *_layers_of(head).values()):
             index = None if x is None else len(trained)
-            for at, packed in enumerate(trained):
-                if packed is x:
+            for at, known in enumerate(trained):
+                if known is x:
                     index = at
             if index == len(trained):
                 trained.append(x)
-            indices.append(index)
-        trained_indices = TrainedIndices(*indices[:3], tuple(indices[3:]))
-        parts.append(Part(head.coefficient, trained_indices, number, tuple(layers)))
+            of_head.append(index)
+        indices.append(TrainedIndices(*of_head[:3], tuple(of_head[3:])))
+    return trained, indices
+
+
+def _layers_of(head: HeadCall) -> Mapping[str, Tensor]:
+    return {} if head.layers is None else head.layers.tensors
+
+
+def with_needs(heads: Sequence[HeadCall]) -> tuple[list[Tensor], list[HeadCall]]:
+    """The trained tensors of one public call, and the heads with `needs`, `indices` and trained layers."""
+    head = heads[0]
+    if len(heads) == 1 and head.layers is None:
+        return [head.hidden, head.weight, *([] if head.bias is None else [head.bias])], list(heads)
+    grad = torch.is_grad_enabled()
+    trained, indices = trained_tensors(heads)
+    calls = []
+    for head, at in zip(heads, indices, strict=True):
+        layers = head.layers
+        if layers is not None:
+            names = [name for name, x in layers.tensors.items() if grad and x.requires_grad]
+            autocast = head.dtype if torch.is_autocast_enabled(head.hidden.device.type) else None
+            layers = layers._replace(trained=tuple(names), autocast=autocast)
+        needs = head.needs._replace(layers=layers is not None and bool(layers.trained))
+        calls.append(replace(head, needs=needs, indices=at, layers=layers))
+    return trained, calls
+
+
+def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int]:
+    """Pack the heads of one public call. Returns (signature, tensors, number of sequences)."""
+    trained, indices = trained_tensors(heads)
+    parts = []
+    for head, at in zip(heads, indices):
+        number = None if head.layers is None else head.layers.head
+        parts.append(Part(head.coefficient, at, number, tuple(_layers_of(head))))
     first = heads[0]
     last = heads[-1]
     grad = torch.is_grad_enabled()

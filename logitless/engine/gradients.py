@@ -1,7 +1,4 @@
-"""Sums of the gradients over chunks and heads, up to the deferred factor.
-
-Also contains the checks of `accumulate_into` (the main gradient) and of `accumulate_now`.
-"""
+"""Sums of the gradients over chunks and heads, up to the deferred factor; the checks of a main gradient."""
 
 import math
 from collections.abc import Sequence
@@ -274,20 +271,3 @@ def check_main_gradient(call: HeadCall, weight: object, main: object, grad_scale
         raise value_error(
             "grad_scale", "a finite number", grad_scale, "pass 1 / the number of micro-batches, for example"
         )
-
-
-def check_now(grad_scale: float) -> None:
-    """Raise ValueError unless the forward pass of this call runs exactly once, and under autograd."""
-    name = "accumulate_now"
-    remedy = "leave it out: accumulate_into alone adds in the backward pass"
-    if not torch.is_grad_enabled():
-        raise value_error(name, "a call under autograd", "one under torch.no_grad", remedy)
-    # An activation checkpoint in the graph would run the forward pass again in the backward pass.
-    if torch.compiler.is_compiling():
-        raise value_error(name, "an eager call", "one under torch.compile", remedy)
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise value_error(
-            name, "no saved-tensor hooks", "active ones, as of an activation checkpoint", remedy
-        )
-    if grad_scale == 0:
-        raise value_error("grad_scale", "a number other than 0 with accumulate_now", 0, "skip the call")

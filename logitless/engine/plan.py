@@ -1,22 +1,23 @@
-"""The plan of a pass: its strategy and its chunks.
+"""The plan of a pass: its strategy, and its spans of chunks.
 
-A plan depends on shapes, budget, the scope of the loss, and the tensors that need a gradient. It is a list of
-steps over rows. The rows are the supervised tokens (all tokens with `compact=False`), and the rows of a group
-are adjacent. A step projects its rows to logits. It may then *read* (compute per-token statistics of the
-logits), *evaluate* (compute the loss of a span of rows, and its gradient with respect to the statistics), and
-*write* (overwrite the logits with their gradient, and compute d_hidden and d_weight from it). Every strategy
-is a list of such steps. The list below is for a pass that solves a call (`Pass.SOLVE`). The number of
-products is for trained hidden states and weight; with a frozen head, only hidden is trained:
+A plan depends on shapes, budget, the scope of the loss, and the tensors that need a gradient. The rows are
+the supervised tokens (all tokens with `compact=False`), and the rows of a group are adjacent. A *span* is the
+rows on which the loss is evaluated together: one chunk for a loss of single tokens, as many whole groups as
+fit into one chunk for a loss of groups, all rows if the scope is "batch". A span whose rows exceed the budget
+has several chunks, and its logits are projected a second time after the evaluation. All strategies follow
+from this rule, from what is trained, and from the purpose of the pass. For a pass that solves a call
+(`Pass.SOLVE`), with the number of products for trained hidden states and weight:
 
-    fused, resident   read + evaluate + write, chunk by chunk                     3 products; frozen head 2
-    recompute         read ... read + evaluate all of it, then write ... write    4 products
-    cached_grad       read + write of d logp / d hidden, evaluate at the end      frozen head: 2
-    loss_only         read ... read + evaluate                                    nothing is trained: 1
+    fused, resident   spans of one chunk, which keeps its logits until the loss is evaluated      3 products
+    recompute         spans of several chunks, which are projected twice                          4 products
+    mixed             both, in a call with groups of different sizes
+    cached_grad       frozen head: chunks write d logp / d hidden before the evaluation scales it  2 products
+    loss_only         nothing is trained: chunks are read, and the loss is evaluated once          1 product
 
 If the loss is computed outside the pass, from per-token statistics, the plan of `Pass.STATISTICS` only reads
-(recompute, loss_only) or also writes d logp / d hidden (cached_grad), and does not evaluate. For recompute,
-`Pass.GRADIENTS` then writes in the backward pass. With `accumulate_into`, the forward pass is loss_only, and
-the backward pass solves the call again: `Plan.in_backward`.
+(recompute, loss_only) or also writes d logp / d hidden (cached_grad). For recompute, `Pass.GRADIENTS` then
+writes in the backward pass. With `accumulate_into`, the forward pass is loss_only, and the backward pass
+solves the call again: `Plan.in_backward`.
 """
 
 import functools
@@ -33,20 +34,11 @@ class Pass(Enum):
 
     SOLVE = "the loss, with its gradients"
     STATISTICS = "per-token statistics, for autograd outside"
-    GRADIENTS = "the gradients that belong to numbers handed out before"
+    GRADIENTS = "the gradients of the operands, given the gradients of the statistics"
 
 
 class BudgetWarning(UserWarning):
     """Warning that the logits budget requires a slower plan, or is smaller than one row."""
-
-
-class Span(NamedTuple):
-    """Rows `start:stop`, which are the groups `first:last`."""
-
-    start: int
-    stop: int
-    first: int = 0
-    last: int = 0
 
 
 class Kind(Enum):
@@ -57,15 +49,38 @@ class Kind(Enum):
     GATHERED = "the products of their kept ids, and no others"
 
 
-class Step(NamedTuple):
-    """A chunk of rows `start:stop` and the operations on its logits. A step without rows may evaluate."""
+class ChunkRows(NamedTuple):
+    """The rows `start:stop` of a chunk, and the way in which they are computed."""
 
     start: int
     stop: int
-    read: bool = False
-    write: bool = False
-    evaluate: Span | None = None  # rows of which the loss is computed; may differ from the chunk's
     kind: Kind = Kind.PLAIN
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+class Span(NamedTuple):
+    """Rows `start:stop` that are evaluated together, which are the groups `first:last`, and their chunks.
+
+    The chunks contain all rows of the span, except `certain` rows of a sampling mask, which are not computed.
+    A span without rows has no chunks.
+    """
+
+    start: int
+    stop: int
+    first: int = 0
+    last: int = 0
+    chunks: tuple[ChunkRows, ...] = ()
+
+
+class Write(Enum):
+    """When a pass writes the gradients of a chunk."""
+
+    NEVER = "never"
+    BEFORE_LOSS = "when the chunk is projected"
+    AFTER_LOSS = "after the loss of its span is evaluated"
 
 
 class Replayed(NamedTuple):
@@ -104,12 +119,13 @@ class Plan:
     Attributes:
         strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed" (resident and
             recompute groups: `parts`).
-        steps: the chunks, in order.
+        spans: the rows on which the loss is evaluated together, with their chunks, in order.
+        reads: whether a chunk is read (its statistics are computed) when it is first projected.
+        writes: when the gradients of a chunk are written.
+        evaluates: whether the loss of a span is evaluated when all its chunks are read.
         rows: number of projected tokens: the supervised tokens, or all tokens with `compact=False`.
         row_bytes: bytes of one row of logits and its temporaries.
         budget: maximum number of bytes of a chunk: `logits_budget` minus `fixed_bytes`.
-        chunks: number of chunks of logits that are projected. A chunk that is projected twice in this pass
-            counts twice.
         token_chunk: rows of the largest chunk.
         parts: the distinct strategies of the groups, such as ("resident",) or ("resident", "recompute").
             Empty if the plan was not made group by group.
@@ -125,16 +141,18 @@ class Plan:
         replay: the number of tokens of each kind, in a call with a sampling mask. `rows` then counts only the
             projected tokens.
         in_backward: the plan of the backward pass, if the backward pass projects every chunk again and
-            computes the gradients (`accumulate_into` without `accumulate_now`); else None. The attributes
-            above then describe the forward pass.
+            computes the gradients (`accumulate_into`); else None. The attributes above then describe the
+            forward pass.
     """
 
     strategy: str
-    steps: tuple[Step, ...] = field(repr=False)
+    spans: tuple[Span, ...] = field(repr=False)
+    reads: bool
+    writes: Write
+    evaluates: bool
     rows: int
     row_bytes: int
     budget: int
-    chunks: int
     token_chunk: int
     parts: tuple[str, ...] = ()
     columns: int = 0
@@ -162,9 +180,19 @@ class Plan:
         return None if self.replay is None else self.replay.kept_ids
 
     @property
+    def chunks(self) -> int:
+        """Number of chunks of logits that are projected; a chunk that is projected twice counts twice."""
+        return sum(
+            [
+                (1 + self.recomputes(span)) * sum([chunk.kind is not Kind.GATHERED for chunk in span.chunks])
+                for span in self.spans
+            ]
+        )
+
+    @property
     def d_weight_parts(self) -> int:
         """Upper bound of the number of parts (chunks, gathered rows) that are summed to d_weight."""
-        return self.chunks + sum(step.kind is Kind.GATHERED for step in self.steps)
+        return sum([len(span.chunks) for span in self.spans])
 
     @property
     def chunk_bytes(self) -> int:
@@ -180,11 +208,24 @@ class Plan:
             return replace(self, in_backward=None).products + self.in_backward.products
         if self.columns or not self.rows:
             return 0.0
-        projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
-        projections = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
-        if self.replay is not None:
-            return (projections + self.later * self.rows) / max(1, self.replay.rows)
-        return projections / self.rows + self.later
+        once, twice = self.projected
+        written = 0 if self.writes is Write.NEVER else once
+        rows = self.rows if self.replay is None else max(1, self.replay.rows)
+        return (once + twice + written * self.backward + self.later * self.rows) / rows
+
+    @property
+    def projected(self) -> tuple[int, int]:
+        """Number of rows that are projected, and of rows that are projected a second time."""
+        once = twice = 0
+        for span in self.spans:
+            count = sum([chunk.count for chunk in span.chunks if chunk.kind is not Kind.GATHERED])
+            once += count
+            twice += count if self.recomputes(span) else 0
+        return once, twice
+
+    def recomputes(self, span: Span) -> bool:
+        """Whether the chunks of a span are projected a second time, after its loss is evaluated."""
+        return self.writes is Write.AFTER_LOSS and len(span.chunks) > 1
 
     def __str__(self) -> str:
         return self.describe()
@@ -268,7 +309,9 @@ class Facts(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
-    """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
+    """Choose the strategy, and cut the rows into spans and chunks of at most `budget` bytes, at `row_bytes`
+    each.
+    """
     rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, _, *passed_on = facts
     C = chunk_rows(rows, row_bytes, budget)
     # d_weight of a single chunk is written in the dtype of the products; d_weight of several chunks is summed
@@ -279,32 +322,34 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     if columns:
         # Without a product there is no preferred chunk size: use the largest size that fits.
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
-    cached_grad = linear_in_logps and not trainable_head
-    everything = Span(0, rows, 0, 0 if groups is None else len(groups))
-    strategy = "recompute"
-    parts = ()
+    chunks = _chunks(0, rows, C)
+    spans: Sequence[Span] = [Span(0, rows, 0, 0 if groups is None else len(groups), tuple(chunks))]
+    strategy, reads, writes = _strategy(purpose, facts)
+    parts: tuple[str, ...] = ()
+    if writes is Write.AFTER_LOSS and groups is None:
+        spans = [Span(chunk.start, chunk.stop, chunks=(chunk,)) for chunk in chunks] or [Span(0, 0)]
+    elif writes is Write.AFTER_LOSS:
+        spans = _whole_groups(groups, max(1, budget // row_bytes), C)
+        kinds = ["recompute" if len(span.chunks) > 1 else "resident" for span in spans if span.chunks]
+        parts = tuple(dict.fromkeys(kinds)) or ("resident",)
+        strategy = parts[0] if len(parts) == 1 else "mixed"
+    longest = max([chunk.count for span in spans for chunk in span.chunks], default=0)
+    chosen = strategy, tuple(spans), reads, writes, purpose is Pass.SOLVE
+    return Plan(*chosen, rows, row_bytes, budget, longest, parts, columns, *passed_on)
+
+
+def _strategy(purpose: Pass, facts: Facts) -> tuple[str, bool, Write]:
+    """Return (strategy of a call without groups that exceed the budget, `Plan.reads`, `Plan.writes`)."""
+    cached_grad = facts.linear_in_logps and not facts.trainable_head
     if purpose is Pass.GRADIENTS:
-        steps = _chunks(0, rows, C, read=rereads, write=True)
-    elif not differentiable:
-        strategy = "loss_only"
-        steps = _chunks(0, rows, C, read=True)
-        steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif cached_grad and (purpose is Pass.STATISTICS or groups is not None):
-        strategy = "cached_grad"
-        steps = _chunks(0, rows, C, read=True, write=True)
-        steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif purpose is Pass.STATISTICS:
-        steps = _chunks(0, rows, C, read=True)
-    elif groups is None:
-        steps = _chunks(0, rows, C, read=True, write=True) or [Step(0, 0)]
-        strategy = "fused"
-        steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
-    else:
-        strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
-    sizes = [step.stop - step.start for step in steps if step.stop > step.start]
-    chunks = len(sizes)
-    longest = max(sizes, default=0)
-    return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *passed_on)
+        return "recompute", facts.rereads, Write.BEFORE_LOSS
+    if not facts.differentiable:
+        return "loss_only", True, Write.NEVER
+    if cached_grad and (purpose is Pass.STATISTICS or facts.groups is not None):
+        return "cached_grad", True, Write.BEFORE_LOSS
+    if purpose is Pass.STATISTICS:
+        return "recompute", True, Write.NEVER
+    return "fused", True, Write.AFTER_LOSS
 
 
 @functools.lru_cache(maxsize=64)
@@ -312,100 +357,55 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     """Make the plan of a call with a sampling mask: plain rows, then picked rows, then all gathered rows at
     once.
 
-    For a loss with scope "group" or "batch", the rows are not in the order of the groups. Therefore the plan
-    first computes all statistics, then evaluates the loss once, and then computes the gradients, for which
-    rows are projected again.
+    For a loss with scope "group" or "batch", the rows are not in the order of the groups. Therefore all rows
+    are one span, whose chunks are projected twice if there are several.
     """
     plain, picked, gathered, certain, *_ = replay
     projected = plain + picked
-    chunked = plain + picked + gathered
+    chunked = projected + gathered
     rows = chunked + certain
     C = chunk_rows(max(plain, picked), row_bytes, budget)
-
-    def steps_of(**passes: bool) -> list[Step]:
-        chunks = _chunks(0, plain, C, **passes)
-        chunks += [x._replace(kind=Kind.PICKED) for x in _chunks(plain, projected, C, **passes)]
-        if gathered:
-            chunks.append(Step(projected, chunked, kind=Kind.GATHERED, **passes))
-        return chunks
-
-    everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
-    strategy = "recompute"
-    parts = ()
-    if purpose is Pass.GRADIENTS:
-        steps = steps_of(write=True)
-    elif not facts.differentiable:
-        strategy = "loss_only"
-        steps = steps_of(read=True)
-        steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif purpose is Pass.STATISTICS:
-        steps = steps_of(read=True)
-    elif facts.groups is None:
-        strategy = "fused"
-        steps = steps_of(read=True, write=True)
-        steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
-        if certain or not steps:
-            steps.append(Step(chunked, chunked, evaluate=Span(chunked, rows)))
-    elif projected:
-        steps = _evaluating(steps_of(read=True), everything) + steps_of(write=True)
-    else:
-        strategy = "resident"
-        steps = _evaluating(steps_of(read=True, write=True), everything)
-    sizes = [x.stop - x.start for x in steps if x.stop > x.start and x.kind is not Kind.GATHERED]
+    chunks = _chunks(0, plain, C) + _chunks(plain, projected, C, Kind.PICKED)
+    if gathered:
+        chunks.append(ChunkRows(projected, chunked, Kind.GATHERED))
+    strategy, reads, writes = _strategy(purpose, facts._replace(linear_in_logps=False, rereads=False))
+    spans = [Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups), tuple(chunks))]
+    if writes is Write.AFTER_LOSS and facts.groups is None:
+        spans = [Span(chunk.start, chunk.stop, chunks=(chunk,)) for chunk in chunks]
+        if certain or not spans:
+            spans.append(Span(chunked, rows))
+    elif writes is Write.AFTER_LOSS:
+        strategy = "recompute" if projected else "resident"
+    longest = max([chunk.count for chunk in chunks if chunk.kind is not Kind.GATHERED], default=0)
+    chosen = strategy, tuple(spans), reads, writes, purpose is Pass.SOLVE
     passed_on = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
-    return Plan(
-        strategy,
-        tuple(steps),
-        projected,
-        row_bytes,
-        budget,
-        len(sizes),
-        max(sizes, default=0),
-        parts,
-        0,
-        *passed_on,
-        replay,
-    )
+    return Plan(*chosen, projected, row_bytes, budget, longest, (), 0, *passed_on, replay)
 
 
-def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = False) -> list[Step]:
-    return [Step(first, min(first + C, stop), read, write) for first in range(start, stop, C)]
+def _chunks(start: int, stop: int, C: int, kind: Kind = Kind.PLAIN) -> list[ChunkRows]:
+    return [ChunkRows(first, min(first + C, stop), kind) for first in range(start, stop, C)]
 
 
-def _evaluating(steps: list[Step], span: Span) -> list[Step]:
-    """Return `steps` with the last step evaluating the loss of `span`.
+def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> list[Span]:
+    """Spans of as many whole groups as fit into a chunk of about C rows.
 
-    Without steps, add a step without rows.
+    A group of more than `capacity` rows is a span of several chunks.
     """
-    *others, last = steps or [Step(0, 0)]
-    return [*others, last._replace(evaluate=span)]
-
-
-def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, list[Step], tuple[str, ...]]:
-    """Pack whole groups into resident chunks of about C rows.
-
-    A group of more than `capacity` rows is projected twice.
-    """
-    steps: list[Step] = []
-    parts: list[str] = []
+    spans: list[Span] = []
     start = stop = first = 0  # pending rows start:stop, and the index of their first group
 
     def flush(last: int) -> None:
         nonlocal start, first
         if last > first:
-            steps.append(Step(start, stop, True, True, Span(start, stop, first, last)))
-            parts.extend(["resident"] if stop > start else [])
+            chunks = (ChunkRows(start, stop),) if stop > start else ()
+            spans.append(Span(start, stop, first, last, chunks))
         start, first = stop, last
 
     for group, size in enumerate(groups):
         if size > capacity:
             flush(group)
             stop += size
-            span = Span(start, stop, group, group + 1)
-            steps += _evaluating(_chunks(start, stop, C, read=True), span) + _chunks(
-                start, stop, C, write=True
-            )
-            parts.append("recompute")
+            spans.append(Span(start, stop, group, group + 1, tuple(_chunks(start, stop, C))))
             start = stop
             first = group + 1
             continue
@@ -413,5 +413,4 @@ def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, li
             flush(group)
         stop += size
     flush(len(groups))
-    kinds = tuple(dict.fromkeys(parts)) or ("resident",)
-    return (kinds[0] if len(kinds) == 1 else "mixed"), steps or [Step(0, 0, evaluate=Span(0, 0))], kinds
+    return spans or [Span(0, 0)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from logitless.engine.call import HeadCall, Layers, d_hidden_dtype
 from logitless.engine.local_autograd import identity_hooks
-from logitless.engine.plan import Plan, Step
+from logitless.engine.plan import Kind, Plan, Write
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection
 from logitless.kernels.head.scale import scale_all
@@ -17,12 +17,16 @@ from logitless.kernels.matmul import accumulate, hidden_gradient, project
 
 @dataclass
 class Chunk:
-    """The rows of one step of the chunk loop: their logits, and the gradient that overwrites the logits.
+    """Rows of a call that are in memory together: their logits, and the gradient that overwrites the logits.
 
     The loop fills the tensors that are None at first.
     """
 
-    step: Step
+    start: int
+    stop: int
+    kind: Kind
+    reads: bool  # whether the statistics of the logits are computed
+    writes: bool  # whether the gradient of the logits is written before they are projected again
     row_index: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
     logits: Tensor  # (C, V) products, a view of the loop's one buffer
     # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower dtype.
@@ -35,6 +39,15 @@ class Chunk:
     factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: row factors that the gradient lacks
     d_features: Tensor | None = None  # (C, H)
     trained: Tensor | None = None  # (C, H') features of the trained columns, the input of product 3
+
+    @property
+    def rows(self) -> slice:
+        """The chunk's rows, in the order of the loop."""
+        return slice(self.start, self.stop)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
 
 
 class Projection:
@@ -68,10 +81,10 @@ class Projection:
         """Allocate the buffers (logits, gradient) of a chunk: views of the same memory in different dtypes.
 
         With `fused_epilogue`, one kernel projects and reads, so no logits are stored. The buffer then only
-        holds the gradient, and has no rows if no step of the plan writes a gradient.
+        holds the gradient, and has no rows if the plan writes no gradient.
         """
         if fused_epilogue:
-            rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
+            rows = 0 if plan.writes is Write.NEVER else plan.token_chunk
             return (place := fused_projection.new_gradient_buffer(self.weight, rows)), place
         rows = plan.token_chunk
         V = self.weight.shape[0]

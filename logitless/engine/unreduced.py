@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall, check_constant
-from logitless.engine.function import Mode, run_calls
 from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.plan import Plan
 from logitless.engine.reduction import metric_factors, unit_counts

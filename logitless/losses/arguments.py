@@ -50,7 +50,6 @@ class CallArguments:
     cu_seqlens: Tensor | None = None
     mask: Tensor | None = None
     accumulate_into: Tensor | None = None
-    accumulate_now: bool = False
     grad_scale: float = 1.0
 
     def layout(self) -> SequenceLayout:
@@ -90,7 +89,6 @@ SHARED = (
     "cu_seqlens",
     "mask",
     "accumulate_into",
-    "accumulate_now",
     "grad_scale",
 )
 
@@ -120,6 +118,11 @@ SYNONYMS = {
     ),
     "num_items_in_batch": ("num_items", "pass it as num_items", "leave it out"),
     "ce_weight": ("class_weights", "pass it as class_weights", "take a loss whose call has class_weights"),
+    "accumulate_now": (
+        "accumulate_into",
+        "leave it out: accumulate_into adds in the backward pass, with 4 products instead of 3",
+        "leave it out",
+    ),
     "old_per_token_logps": ("old_logps", "pass it as old_logps", "take a loss whose call has old_logps"),
 }
 

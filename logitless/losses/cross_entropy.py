@@ -40,7 +40,7 @@ class CrossEntropyLoss(TokenLoss):
         class_weights: (V,), c, without gradient.
         token_weights: (...), u, without gradient except with reduction="none".
         **arguments: the arguments of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
-            accumulate_into, accumulate_now, grad_scale.
+            accumulate_into, grad_scale.
 
     Returns:
         A `LossOutput`. Its metrics are token_accuracy, entropy (in nats) and z_loss, which are means over the

@@ -28,7 +28,6 @@ class CallInputs(TypedDict, total=False):
     cu_seqlens: Tensor | None
     mask: Tensor | None
     accumulate_into: Tensor | None
-    accumulate_now: bool
     grad_scale: float
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+import logitless.engine.operators  # noqa: F401, registers the operators of compiled graphs
+from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch
-from logitless.engine.call import HeadCall
-from logitless.engine.function import Mode, run_calls
-from logitless.engine.gradients import check_main_gradient, check_now
+from logitless.engine.gradients import check_main_gradient
+from logitless.engine.graph_names import constant_in_graphs, register_loss
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import SplitHead, checked_boundaries, masked
-from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.sampling_mask import STATISTICS_OF_SETS, AlignedMask, SamplingMask, check_mask
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
@@ -266,7 +266,6 @@ class LinearLoss(CheckedCall):
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
         accumulate_into: Tensor | None = None,
-        accumulate_now: bool = False,
         grad_scale: float = 1.0,
         **inputs: Tensor | None,
     ) -> LossOutput:
@@ -297,10 +296,6 @@ class LinearLoss(CheckedCall):
                 projected twice: 4 products instead of 3, or 5 instead of 4 for a group that exceeds the
                 budget. For V 128,256 and H 4,096 in bf16, this saves 3.1 GB, d_weight in fp32 and in bf16.
                 `reduction` must not be "none", and `accum_dtype` must be None or the dtype of this tensor.
-            accumulate_now: add to accumulate_into in the forward pass, with 3 products instead of 4. The
-                caller must run exactly one backward pass, with an upstream gradient of 1. Refused without
-                autograd, and if the forward pass may run again: under torch.compile, and with saved-tensor
-                hooks, such as those of an activation checkpoint.
             grad_scale: factor of all gradients of a call with accumulate_into, for example 1 / the number of
                 micro-batches. The loss itself must not be scaled: an upstream gradient other than 1 raises an
                 error, unless no token is supervised. This check costs a host sync in the backward pass; with
@@ -314,7 +309,6 @@ class LinearLoss(CheckedCall):
             "cu_seqlens": cu_seqlens,
             "mask": mask,
             "accumulate_into": accumulate_into,
-            "accumulate_now": accumulate_now,
             "grad_scale": grad_scale,
         }
         return self.solve(hidden, weight, targets, arguments | inputs)
@@ -350,8 +344,12 @@ class LinearLoss(CheckedCall):
         call = self.bind(hidden, weight, targets, arguments, inputs)
         head_call = call.head_call()
         mode = Mode.SOLVED
-        if call.accumulate_into is not None or call.accumulate_now or call.grad_scale != 1.0:
-            mode = main_gradient_mode(head_call, call)
+        if call.accumulate_into is not None:
+            check_main_gradient(head_call, call.weight, call.accumulate_into, call.grad_scale)
+            mode = Mode.INTO_MAIN
+        elif call.grad_scale != 1.0:
+            expected = "1.0 without accumulate_into"
+            raise value_error("grad_scale", expected, call.grad_scale, "scale the loss itself")
         loss = call.loss
         if loss.reduction == "none":
             value, metrics, tokens, plan = unreduced_loss(head_call, call.targets.shape)
@@ -442,18 +440,3 @@ class LinearLoss(CheckedCall):
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
         """Return the result of the call, given the result of the engine."""
         return out
-
-
-def main_gradient_mode(head_call: HeadCall, call: CallArguments) -> Mode:
-    """Check the main gradient arguments of a call, and return the mode in which the engine runs it."""
-    if call.accumulate_into is None:
-        if call.accumulate_now:
-            remedy = "pass the main gradient, or leave it out"
-            raise value_error("accumulate_now", "False without accumulate_into", True, remedy)
-        expected = "1.0 without accumulate_into"
-        raise value_error("grad_scale", expected, call.grad_scale, "scale the loss itself")
-    check_main_gradient(head_call, call.weight, call.accumulate_into, call.grad_scale)
-    if not call.accumulate_now:
-        return Mode.ACCUMULATE_IN_BACKWARD
-    check_now(call.grad_scale)
-    return Mode.ACCUMULATE_IN_FORWARD

@@ -5,8 +5,8 @@ from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, over
 
 from torch import Tensor, nn
 
+from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import HeadView
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan

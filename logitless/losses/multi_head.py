@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from logitless.engine.base import Mode, run_calls
 from logitless.engine.call import Layers, prepare
-from logitless.engine.function import Mode, run_calls
+from logitless.engine.graph_names import constant_in_graphs, register_module
 from logitless.engine.operands import SplitHead, check_packed, checked_boundaries, masked, sequence_numbers
-from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import type_error, value_error
 from logitless.losses.agreement import check_agreement
 from logitless.losses.arguments import warn_of_zeros

@@ -6,8 +6,8 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.function import Mode, run_calls
 from logitless.engine.objectives.ids import IdsObjective, TopkObjective
 from logitless.engine.operands import INTEGERS, SplitHead, checked_boundaries, shifted, supervised_where
 from logitless.engine.plan import Plan

@@ -253,7 +253,6 @@ class SpeculatorLoss(LogitsLoss):
         num_items: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         accumulate_into: Tensor | None = None,
-        accumulate_now: bool = False,
         grad_scale: float = 1.0,
         **unknown: Never,
     ) -> LossOutput:
@@ -298,7 +297,6 @@ class SpeculatorLoss(LogitsLoss):
             "bias": heads["bias"],
             "num_items": num_items,
             "accumulate_into": accumulate_into,
-            "accumulate_now": accumulate_now,
             "grad_scale": grad_scale,
         }
         counted = torch.where(pairs.counted, any_id, loss.ignore_index).reshape(-1)

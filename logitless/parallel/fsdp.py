@@ -64,7 +64,7 @@ def mean_factor(name: str, x: "DTensor") -> float:
     return factors.pop() if factors else 1.0
 
 
-# Dynamo calls this function while tracing: see `engine.operators.constant_in_graphs`.
+# Dynamo calls this function while tracing: see `engine.graph_names.constant_in_graphs`.
 mean_factor._dynamo_marked_constant = True
 
 

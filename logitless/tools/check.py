@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, is_dataclass, replace
 import torch
 from torch import Tensor
 
+from logitless.engine.base import CallResult, Mode, replaced, run_calls
 from logitless.engine.call import HeadCall, pack, unpack
-from logitless.engine.function import CallResult, Mode, replaced, run_calls
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
 from logitless.errors import type_error, value_error
@@ -152,7 +152,7 @@ def _check_context(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class RecordingPasses:
-    """Replaces the passes (`function.replaced`): runs the engine's own passes, and records their plans."""
+    """Replaces the passes (`base.replaced`): runs the engine's own passes, and records their plans."""
 
     plans: list[Plan] = field(default_factory=list)
     many_chunks_budget: int = AMPLE_BUDGET  # with this budget every recorded call has several chunks

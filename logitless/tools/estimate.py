@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from logitless.engine.budget import budget_of_memory, default_budget
+from logitless.engine.base import CallResult, Mode, replaced
+from logitless.engine.budget import budget_of_memory, default_budget, plan_for
 from logitless.engine.call import HeadCall, d_hidden_dtype, pack, unpack
 from logitless.engine.choose import resolve_rows
-from logitless.engine.function import CallResult, Mode, replaced
 from logitless.engine.gradients import sum_dtypes
-from logitless.engine.passes import keeps_dlogp_dhidden, plan_for
-from logitless.engine.plan import MIB, Kind, Pass, Plan
+from logitless.engine.plan import MIB, Pass, Plan, Write
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.errors import type_error, value_error
 from logitless.kernels import planned_for
@@ -30,7 +29,7 @@ from logitless.losses.reference_model import ComparedLoss
 from logitless.tools.cards import Card, find_card
 
 # Arguments of a call that an estimate does not support.
-UNSUPPORTED = ("accumulate_into", "accumulate_now", "grad_scale")
+UNSUPPORTED = ("accumulate_into", "grad_scale")
 
 
 @dataclass(frozen=True)
@@ -378,7 +377,7 @@ def _make_inputs(loss: Callable, targets: Tensor, sequences: int, present: Mappi
 
 @dataclass
 class _Planner:
-    """Replaces the engine's passes (`function.replaced`): records their plans, and returns zeros."""
+    """Replaces the engine's passes (`base.replaced`): records their plans, and returns zeros."""
 
     card: Card | None = None  # a GPU that need not be in this machine
     planned: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
@@ -403,7 +402,7 @@ class _Planner:
                     call, rows, purpose, len(heads), d_weight_in_stat_dtype=has_several_heads
                 )
             self.planned.append((call, self.plan, purpose))
-        if is_statistics_pass and call.trainable and not keeps_dlogp_dhidden(call):
+        if is_statistics_pass and call.trainable and not call.keeps_dlogp_dhidden:
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
             self.planned.append((call, plan, Pass.GRADIENTS))
@@ -449,7 +448,7 @@ class _Planner:
     def _memory(self, call: HeadCall, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
         """Return the bytes of a chunk, of the wider sums of d_weight and d_bias, and of all at the peak."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
-        if not any(step.write for step in plan.steps):
+        if plan.writes is Write.NEVER:
             return chunk, 0, chunk
         solved = [x for x, _, x_purpose in self.planned if x_purpose is Pass.SOLVE]
         has_several_heads = len(solved) > 1
@@ -477,8 +476,7 @@ class _Planner:
 
 def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[float, float]:
     """Return products per projected row: with the head and its gradients, and with another model's head."""
-    projected = [step for step in plan.steps if step.kind is not Kind.GATHERED]
-    read = sum(step.stop - step.start for step in projected if step.read)
+    read = plan.projected[0] if plan.reads else 0
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
     tokens = plan.rows if plan.replay is None else plan.replay.rows
     # The later pass has a separate plan.

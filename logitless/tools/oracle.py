@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from logitless.engine.base import CallResult, Mode
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall, pack, unpack
-from logitless.engine.function import CallResult, Mode
 from logitless.engine.objectives.base import batch_of
 from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.objectives.logits import LogitsObjective
@@ -30,7 +30,7 @@ CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
 
 @dataclass
 class Oracle:
-    """Replaces the passes, see `function.replaced`: computes their results from full logits."""
+    """Replaces the passes, see `base.replaced`: computes their results from full logits."""
 
     # The tensors of which the loss is a function: per-token statistics, or logits.
     intermediates: list[Tensor] = field(default_factory=list)

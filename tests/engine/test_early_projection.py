@@ -19,7 +19,7 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
-from logitless.engine import early_projection, passes, remembered
+from logitless.engine import base, early_projection, remembered
 from logitless.engine.early_projection import LIKELY, PATIENCE
 from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
@@ -188,8 +188,8 @@ def test_a_wrong_guess_makes_the_next_one_later(begun):
 
 
 def test_nothing_is_read_before_the_last_product(monkeypatch):
-    order, tolist, add = [], torch.Tensor.tolist, passes.Gradients.add
-    monkeypatch.setattr(passes.Gradients, "add", lambda *x: (order.append("product"), add(*x)))
+    order, tolist, add = [], torch.Tensor.tolist, base.Gradients.add
+    monkeypatch.setattr(base.Gradients, "add", lambda *x: (order.append("product"), add(*x)))
     x = Operands()
     for _ in range(LIKELY):
         results(of_targets, x, x.targets)
@@ -291,7 +291,7 @@ def test_a_normalizer_of_zero_is_named_as_ever(begun):
 
 
 def test_what_is_not_guessed(begun):
-    """Without a sync, onto a main gradient, with boundaries, integers per token, faults, and without rows."""
+    """Without a sync, with boundaries, integers per token, faults, and without rows."""
     x = Operands()
     three, whole, bounds = (
         x.hidden.view(4, N // 4, H),
@@ -299,10 +299,8 @@ def test_what_is_not_guessed(begun):
         torch.tensor([0, 30, 60, 90, N]),
     )
     some = torch.where(torch.arange(N).view(4, N // 4) == 3, -100, whole)
-    main, ce = torch.zeros(V, H), CrossEntropyLoss()
     for _ in range(LIKELY + 1):
         linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
-        ce(x.hidden, x.weight, x.targets, accumulate_into=main, accumulate_now=True).loss.backward()
         DPOLoss()(x.hidden, x.weight, x.targets, ref_logps=torch.zeros(4), cu_seqlens=bounds)
         of_several_ids(x, x.targets)
         of_gathered_columns(x, x.targets)
@@ -316,7 +314,7 @@ def test_of_several_heads_none_is_guessed(begun):
     several = [call(CrossEntropyLoss(), x.hidden, x.weight, x.targets) for _ in range(2)]
     for _ in range(LIKELY + 1):
         with torch.no_grad():  # as below autograd
-            passes.solve(several, fixed_dtypes=False)
+            base.solve(several, fixed_dtypes=False)
     assert not begun
 
 

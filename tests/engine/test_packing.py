@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss
+from logitless.engine.base import solve
 from logitless.engine.call import HeadCall, Layers, pack, unpack
 from logitless.engine.gradients import finished_sums
 from logitless.engine.operands import SplitHead
-from logitless.engine.passes import solve
 from logitless.kernels import fused_projection
 from logitless.parallel.vocabulary import Shards
 from tests.engine.calls import call, given
@@ -83,9 +83,6 @@ def test_there_and_back(make):
     signature, tensors, sequences = pack([before])
     (after,) = unpack(signature, tensors, sequences)
     for field in fields(HeadCall):
-        if field.name in ("needs", "indices") or not field.init:
-            assert getattr(before, field.name, None) is None  # `unpack` sets them
-            continue
         assert_same(getattr(after, field.name), getattr(before, field.name), field.name)
     trained = [x for x in (before.hidden, before.weight, before.bias) if x is not None]
     assert len(signature.needs) == len(trained)
@@ -253,4 +250,4 @@ def test_all_heads_must_be_served_for_fp32_logits(monkeypatch, refused, lora):
     options = {"cu_seqlens": torch.tensor([0, 3, 8]), "ref_hidden": hidden, "ref_weight": ref_weight}
     made = call(DPOLoss(logits_dtype=FP32), wide, given_head, targets, **options)
     assert made.fp32_logits == (refused is None)
-    assert widths == [wide.shape[1]]
+    assert set(widths) == {wide.shape[1]}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss
+from logitless.engine.budget import plan_for
 from logitless.engine.choose import resolve_rows
-from logitless.engine.passes import plan_for
-from logitless.engine.plan import Facts, Pass, Plan, Step, chunk_rows, make_plan
+from logitless.engine.plan import Facts, Pass, Plan, Write, chunk_rows, make_plan
 from tests.engine.calls import call
 
 ROW = 10  # bytes
@@ -70,41 +70,38 @@ def expected_strategy(case: Case) -> str:
     return "cached_grad" if case.purpose is Pass.STATISTICS and frozen_linear else "recompute"
 
 
-def rows_where(steps: tuple[Step, ...], name: str) -> list[int]:
-    return [row for step in steps if getattr(step, name) for row in range(step.start, step.stop)]
-
-
 def check_coverage(case: Case, plan: Plan) -> None:
-    everything, nothing = list(range(case.rows)), []
-    reads, writes = everything, everything
+    """The chunks of the spans contain every row once; what the pass does with them is what it is for."""
+    chunked = [row for span in plan.spans for chunk in span.chunks for row in range(chunk.start, chunk.stop)]
+    assert chunked == list(range(case.rows))
+    for span in plan.spans:
+        assert sum(chunk.count for chunk in span.chunks) == span.stop - span.start
+        assert all(chunk.count for chunk in span.chunks)
+    frozen = plan.strategy == "cached_grad"
     if case.purpose is Pass.GRADIENTS:
-        reads = everything if case.rereads else nothing
-    elif plan.strategy == "loss_only" or (case.purpose is Pass.STATISTICS and plan.strategy == "recompute"):
-        writes = nothing
-    assert rows_where(plan.steps, "read") == reads
-    assert rows_where(plan.steps, "write") == writes
-    idle = [step for step in plan.steps if step.stop > step.start and not (step.read or step.write)]
-    assert not idle, "a chunk is projected for nothing"
+        assert (plan.reads, plan.writes, plan.evaluates) == (case.rereads, Write.BEFORE_LOSS, False)
+    elif case.purpose is Pass.STATISTICS:
+        writes = Write.BEFORE_LOSS if frozen else Write.NEVER
+        assert (plan.reads, plan.writes, plan.evaluates) == (True, writes, False)
+    elif plan.strategy == "loss_only":
+        assert (plan.reads, plan.writes, plan.evaluates) == (True, Write.NEVER, True)
+    else:
+        writes = Write.BEFORE_LOSS if frozen else Write.AFTER_LOSS
+        assert (plan.reads, plan.writes, plan.evaluates) == (True, writes, True)
 
 
-def check_evaluation(case: Case, plan: Plan) -> None:
-    """Groups and rows once, in order; after they were read, and before the loss's gradient is written."""
-    spans = [(at, step.evaluate) for at, step in enumerate(plan.steps) if step.evaluate is not None]
-    if case.purpose is not Pass.SOLVE:
-        assert not spans
-        return
-    assert spans, "no loss without an evaluation, though there be no rows"
+def check_spans(case: Case, plan: Plan) -> None:
+    """The spans contain the groups and the rows once, in order."""
+    assert plan.spans, "without rows the loss is evaluated as well"
     groups = case.groups or ()
-    assert [row for _, span in spans for row in range(span.start, span.stop)] == list(range(case.rows))
-    assert [group for _, span in spans for group in range(span.first, span.last)] == list(range(len(groups)))
-    for at, span in spans:
-        if case.groups is not None:
-            bounds = sum(groups[: span.first]), sum(groups[: span.last])
-            assert bounds == (span.start, span.stop) or span.start == span.stop
-        of_span = set(range(span.start, span.stop))
-        assert of_span <= set(rows_where(plan.steps[: at + 1], "read"))
-        if plan.strategy != "cached_grad":
-            assert not of_span & set(rows_where(plan.steps[:at], "write"))
+    assert [row for span in plan.spans for row in range(span.start, span.stop)] == list(range(case.rows))
+    assert [x for span in plan.spans for x in range(span.first, span.last)] == list(range(len(groups)))
+    for span in plan.spans if case.groups is not None else ():
+        bounds = sum(groups[: span.first]), sum(groups[: span.last])
+        assert bounds == (span.start, span.stop) or span.start == span.stop
+    for span in plan.spans if plan.writes is Write.AFTER_LOSS else ():
+        over_budget = span.stop - span.start > max(1, case.capacity)
+        assert plan.recomputes(span) == (len(span.chunks) > 1) == over_budget
 
 
 @pytest.mark.parametrize("purpose", Pass, ids=lambda purpose: purpose.name)
@@ -116,26 +113,23 @@ def test_every_plan(purpose, groups):
         plan = case.plan()
         assert plan.strategy == expected_strategy(case), case
         check_coverage(case, plan)
-        check_evaluation(case, plan)
-        sizes = [step.stop - step.start for step in plan.steps if step.stop > step.start]
+        check_spans(case, plan)
+        sizes = [chunk.count for span in plan.spans for chunk in span.chunks]
+        twice = [chunk for span in plan.spans if plan.recomputes(span) for chunk in span.chunks]
         assert all(size <= max(1, case.capacity) for size in sizes), case
-        assert (plan.chunks, plan.token_chunk) == (len(sizes), max(sizes, default=0))
+        assert (plan.chunks, plan.token_chunk) == (len(sizes) + len(twice), max(sizes, default=0))
         assert plan.rows == case.rows and plan.chunk_bytes == plan.token_chunk * ROW
 
 
 def test_mixed():
     plan = Case(Pass.SOLVE, (3, 12, 2, 2), 19, True, True, True, False, 5).plan()
-    steps = [(step.start, step.stop, step.read, step.write, step.evaluate) for step in plan.steps]
-    assert steps == [
-        (0, 3, True, True, (0, 3, 0, 1)),
-        (3, 8, True, False, None),
-        (8, 13, True, False, None),
-        (13, 15, True, False, (3, 15, 1, 2)),
-        (3, 8, False, True, None),
-        (8, 13, False, True, None),
-        (13, 15, False, True, None),
-        (15, 19, True, True, (15, 19, 2, 4)),
+    assert [(*span[:4], [chunk[:2] for chunk in span.chunks]) for span in plan.spans] == [
+        (0, 3, 0, 1, [(0, 3)]),
+        (3, 15, 1, 2, [(3, 8), (8, 13), (13, 15)]),
+        (15, 19, 2, 4, [(15, 19)]),
     ]
+    assert [plan.recomputes(span) for span in plan.spans] == [False, True, False]
+    assert plan.projected == (19, 12) and plan.chunks == 8
     assert plan.strategy == "mixed" and set(plan.parts) == {"resident", "recompute"}
     text = plan.describe()
     assert "mixed" in text and "resident" in text and "recompute" in text and "19 projected tokens" in text
@@ -216,7 +210,7 @@ def test_what_sums_d_weight(frozen):
             plan_for(made, rows, purpose, d_weight_in_stat_dtype=wide)
             for purpose in (Pass.STATISTICS, Pass.GRADIENTS)
         )
-        assert [step[:2] for step in first.steps] == [step[:2] for step in then.steps]
+        assert [span.chunks for span in first.spans] == [span.chunks for span in then.spans]
 
 
 def test_a_main_gradient_is_summed_in_chunks():
@@ -224,6 +218,5 @@ def test_a_main_gradient_is_summed_in_chunks():
     weight = torch.zeros(30, 4000, dtype=torch.bfloat16, requires_grad=True)
     operands = hidden, weight, torch.randint(30, (4700,))
     assert CrossEntropyLoss()(*operands).plan.chunks == 1
-    main = torch.zeros(30, 4000)
-    options = {"accumulate_into": main, "accumulate_now": True}
-    assert CrossEntropyLoss()(*operands, **options).plan.chunks == 2
+    plan = CrossEntropyLoss()(*operands, accumulate_into=torch.zeros(30, 4000)).plan
+    assert (plan.chunks, plan.in_backward.chunks) == (2, 2)

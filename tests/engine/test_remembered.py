@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from logitless import CrossEntropyLoss, GRPOLoss, JSDLoss, LogitsLoss, SimPOLoss, Term, linear_cross_entropy
-from logitless.engine import budget, choose, compiled, early_projection, operators, remembered, terms
+from logitless.engine import budget, choose, compiled, early_projection, graph_names, remembered, terms
 from logitless.engine.call import Signature
 from logitless.losses import declarations
 from logitless.losses.base import LinearLoss
@@ -79,12 +79,12 @@ def test_a_thousand_losses(kind, monkeypatch):
         registry.clear()
     compiled._compiled.cache_clear()
     declarations._made.cache_clear()
-    before, graphs = kept(), len(operators._SIGNATURES)
+    before, graphs = kept(), len(graph_names._SIGNATURES)
     with torch.no_grad():
         for i in range(MANY):
             KINDS[kind](i)
     assert all(len(registry) <= 100 for registry in registries)
-    assert kept() - before <= 256 and len(operators._SIGNATURES) == graphs
+    assert kept() - before <= 256 and len(graph_names._SIGNATURES) == graphs
 
 
 def test_the_oldest_is_forgotten(monkeypatch):
@@ -156,7 +156,7 @@ def compiled_with_a_group() -> list[bool]:
     group, x = dist.new_group([0]), operands()
     loss = CrossEntropyLoss(tp_group=group)
     torch.compile(lambda *x: loss(*x).loss, backend="aot_eager", fullgraph=True)(*x)
-    (known,) = operators._SIGNATURES.values()
+    (known,) = graph_names._SIGNATURES.values()
     return [known.signature.loss.tp_group is None, known.complete().loss == loss]
 
 
@@ -169,7 +169,7 @@ def test_a_compiled_call_keeps_no_group():
 def test_a_group_that_is_gone_when_a_graph_runs():
     signature = Signature(CrossEntropyLoss(), torch.float32, (), (), False, None)
     group = nn.Module()
-    known = operators.Registered(signature, {"tp_group": weakref.ref(group)})
+    known = graph_names.Registered(signature, {"tp_group": weakref.ref(group)})
     assert known.complete().loss.tp_group is group
     del group
     with pytest.raises(

@@ -128,7 +128,7 @@ def heads(dtype: torch.dtype = torch.float32) -> MedusaHeads:
 
 
 # Options of a call; the others are fields of the loss.
-OF_CALLS = ("cu_seqlens", "num_items", "accumulate_into", "accumulate_now", "grad_scale")
+OF_CALLS = ("cu_seqlens", "num_items", "accumulate_into", "grad_scale")
 
 
 # A loss, and how it is called: positional and keyword arguments.

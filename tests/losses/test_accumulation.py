@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
-from logitless.engine import passes
+from logitless.engine import base
 from tests.cases import operands
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
@@ -26,29 +26,26 @@ WAYS = {
     "chunks": {"logits_budget": 60_000},
     "all rows": {"compact": False},
     "all rows, chunks": {"compact": False, "logits_budget": 60_000},
-    "now": {"accumulate_now": True},
-    "now, chunks": {"accumulate_now": True, "logits_budget": 60_000},
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_adds_what_weight_grad_would_be(name, options):
-    x, now = every_loss.given(9, dtype=torch.float64), "accumulate_now" in options
+    x = every_loss.given(9, dtype=torch.float64)
     start = torch.linspace(-1, 1, x.weight.numel(), dtype=torch.float64).view_as(x.weight)
     main = start.clone()
-    plain, *numbers = LOSSES[name](x, None, **{k: v for k, v in options.items() if k != "accumulate_now"})
+    plain, *numbers = LOSSES[name](x, None, **options)
     expected = torch.autograd.grad(plain, (x.hidden, x.weight, x.bias))
     ours, *our_numbers = LOSSES[name](x, None, accumulate_into=main, grad_scale=0.3, **options)
     torch.testing.assert_close([ours, *our_numbers], [plain, *numbers])
-    assert torch.equal(main, start) != now, "added to in the other pass"
+    assert torch.equal(main, start), "added to in the forward pass"
     ours.backward(retain_graph=True)
     assert x.weight.grad is None
     for found, truth in zip((x.hidden.grad, main - start, x.bias.grad), expected):
         assert truth.norm() > 0 and relative_error(found, 0.3 * truth) < 1e-12
-    if not now:
-        ours.backward()
-        assert relative_error(main - start, 0.6 * expected[1]) < 1e-12
+    ours.backward()
+    assert relative_error(main - start, 0.6 * expected[1]) < 1e-12
 
 
 def halves(x: Given) -> list[Given]:
@@ -79,10 +76,9 @@ def test_micro_batches_equal_one_batch(name, scaled):
     assert relative_error(main, x.weight.grad) < 1e-12
 
 
-@pytest.mark.parametrize("now", [False, True], ids=["", "now"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_half_precision_loses_nothing(dtype, autocast, now):
+def test_half_precision_loses_nothing(dtype, autocast):
     """Of a sum that is in fp32, and with gradients of a logit that fp16 cannot hold."""
     h, w, targets, b = operands((300,), 16, 200, torch.float32)
     operand_dtype = torch.float32 if autocast else dtype
@@ -92,7 +88,7 @@ def test_half_precision_loses_nothing(dtype, autocast, now):
     (truth,) = torch.autograd.grad(truth, exact[1])
     start = torch.randn(200, 16) * truth.std()
     main = start.clone()
-    given = {"num_items": 1e9, "accumulate_into": main, "accumulate_now": now}
+    given = {"num_items": 1e9, "accumulate_into": main}
     with torch.autocast(DEVICE.type, dtype=dtype, enabled=autocast):
         loss = CrossEntropyLoss(logits_budget=80_000)(h, w, targets, bias=b, **given).loss
     loss.backward()
@@ -100,25 +96,20 @@ def test_half_precision_loses_nothing(dtype, autocast, now):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "now", "products"),
-    [
-        (CrossEntropyLoss, {}, False, 4),
-        (CrossEntropyLoss, {}, True, 3),
-        (DPOLoss, {"reference_free": True}, False, 4),
-        (DPOLoss, {"reference_free": True}, True, 3),
-    ],
-    ids=["token", "token, now", "group", "group, now"],
+    ("kind", "settings"),
+    [(CrossEntropyLoss, {}), (DPOLoss, {"reference_free": True})],
+    ids=["token", "group"],
 )
-def test_products_and_no_buffer(kind, settings, now, products):
+def test_products_and_no_buffer(kind, settings):
     B, T, H, V, budget = 4, 32, 512, 3000, 2**21
     h, w, targets, _ = operands((B, T), H, V, torch.float32)
     loss, main = kind(**settings, logits_budget=budget), torch.zeros(V, H)
     h.requires_grad_(), w.requires_grad_()
     with GemmCounter(B * T, V, H) as counter:
-        loss(h, w, targets, accumulate_into=main, accumulate_now=now).loss.backward()
-    assert counter.gemms == pytest.approx(products, abs=0.05)
+        loss(h, w, targets, accumulate_into=main).loss.backward()
+    assert counter.gemms == pytest.approx(4, abs=0.05)
     with AllocationWatcher() as watcher:
-        loss(h, w, targets, accumulate_into=main, accumulate_now=now).loss.backward()
+        loss(h, w, targets, accumulate_into=main).loss.backward()
     limit = 1.02 * budget + 4 * h.nbytes + 200 * B * T
     assert watcher.peak <= limit < main.nbytes
     assert w.grad is None
@@ -133,12 +124,12 @@ def test_the_plan_is_that_of_both_passes(name, budget, monkeypatch):
         ran.append(plan)
         run(plan, *arguments)
 
-    run = passes.run
-    monkeypatch.setattr(passes, "run", recorded)
+    run = base.run_spans
+    monkeypatch.setattr(base, "run_spans", recorded)
     plans = []
-    plan_into_main = passes.plan_into_main
+    plan_into_main = base._plan_into_main
     monkeypatch.setattr(
-        passes, "plan_into_main", lambda *given: plans.append(plan_into_main(*given)) or plans[-1]
+        base, "_plan_into_main", lambda *given: plans.append(plan_into_main(*given)) or plans[-1]
     )
     x = every_loss.given(9)
     main = torch.zeros_like(x.weight)
@@ -173,8 +164,6 @@ def test_what_the_plan_says(kind, settings, strategy, products):
     text = str(out.plan)
     assert text.startswith("loss_only: ") and f"; then, in the backward pass, {strategy}: " in text
     assert text.endswith(f", {products} products in all")
-    now = loss(h, w, targets, accumulate_into=main, accumulate_now=True).plan
-    assert now.in_backward is None and str(now) == str(out.plan.in_backward)
     with torch.no_grad():
         assert loss(h, w, targets, accumulate_into=main).plan.in_backward is None
 
@@ -206,7 +195,7 @@ def test_without_gradients_it_stays_as_it_is():
 
 
 MAIN = torch.zeros(every_loss.V, every_loss.H, device=DEVICE)
-NOW = {"accumulate_into": MAIN, "accumulate_now": True}
+INTO = {"accumulate_into": MAIN}
 BAD = {
     "no tensor": ({"accumulate_into": 3}, "accumulate_into: expected a tensor, got int; "),
     "dtype": ({"accumulate_into": MAIN.bfloat16()}, "accumulate_into: expected a torch.float32 tensor"),
@@ -219,20 +208,21 @@ BAD = {
         {"accumulate_into": MAIN.clone().requires_grad_()},
         "accumulate_into: expected a tensor that requires no",
     ),
-    "nothing to add to": ({"accumulate_now": True}, "accumulate_now: expected False without accumulate_into"),
-    "added times nothing": (
-        NOW | {"grad_scale": 0.0},
-        "grad_scale: expected a number other than 0 with accumulate_now",
-    ),
     "nothing to scale": ({"grad_scale": 0.5}, "grad_scale: expected 1.0 without accumulate_into"),
-    "infinite": (NOW | {"grad_scale": float("inf")}, "grad_scale: expected a finite number"),
+    "infinite": (INTO | {"grad_scale": float("inf")}, "grad_scale: expected a finite number"),
     "a sum in another dtype": (
         {"accumulate_into": MAIN, "accum_dtype": torch.float64},
         "accum_dtype: expected None or torch.float32 with accumulate_into, got torch.float64; leave it out",
     ),
-    "a sum in another dtype, now": (NOW | {"accum_dtype": torch.float64}, "accum_dtype: expected None or"),
-    "unreduced": (NOW | {"reduction": "none"}, "reduction: expected 'mean' or 'sum' with"),
+    "unreduced": (INTO | {"reduction": "none"}, "reduction: expected 'mean' or 'sum' with"),
 }
+
+
+def test_adding_in_the_forward_pass_is_refused():
+    x = every_loss.given(6)
+    message = "got accumulate_now; leave it out: accumulate_into adds in the backward pass, with 4 products"
+    with pytest.raises(TypeError, match=message):
+        CrossEntropyLoss()(x.hidden, x.weight, x.targets, accumulate_into=MAIN, accumulate_now=True)
 
 
 def test_only_the_weight_that_is_trained():
@@ -253,30 +243,6 @@ def test_only_the_weight_that_is_trained():
 def test_bad_input(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         LOSSES["cross-entropy"](every_loss.given(6), None, **options)
-
-
-def test_no_adding_where_the_forward_pass_may_run_again():
-    x, main = every_loss.given(6), torch.zeros(every_loss.V, every_loss.H)
-
-    def added(hidden):
-        given = x.with_hidden(lambda _: hidden)
-        return LOSSES["cross-entropy"](given, None, accumulate_into=main, accumulate_now=True)[0]
-
-    message = (
-        "accumulate_now: expected no saved-tensor hooks, got active ones, as of an activation checkpoint"
-    )
-    with pytest.raises(ValueError, match=message):
-        torch.utils.checkpoint.checkpoint(added, x.hidden, use_reentrant=False)
-    with pytest.raises(
-        ValueError, match="accumulate_now: expected a call under autograd, got one under torch.no"
-    ):
-        torch.utils.checkpoint.checkpoint(added, x.hidden, use_reentrant=True)
-    with (
-        torch.compiler.set_stance("default"),
-        pytest.raises(Exception, match="accumulate_now: expected an eager call, got one under torch.compile"),
-    ):
-        torch.compile(added, backend="eager", fullgraph=True)(x.hidden)
-    assert not main.any()
 
 
 @torch.compiler.set_stance("default")
@@ -312,15 +278,14 @@ def test_a_frozen_weight_is_refused():
 @pytest.mark.parametrize(
     ("compact", "error"), [(True, ValueError), (False, RuntimeError)], ids=["compact", "all-rows"]
 )
-@pytest.mark.parametrize("now", [False, True], ids=["", "now"])
-def test_another_upstream_gradient_is_refused(compact, error, now):
+def test_another_upstream_gradient_is_refused(compact, error):
     if DEVICE.type != "cpu" and not compact:
         pytest.skip("a device-side assertion ends the process's use of the GPU")
     main = torch.zeros(every_loss.V, every_loss.H)
-    options = {"accumulate_into": main, "accumulate_now": now, "compact": compact}
+    options = {"accumulate_into": main, "compact": compact}
     value = LOSSES["cross-entropy"](every_loss.given(6), None, **options)[0]
     with pytest.raises(
         error, match="loss: expected an upstream gradient of 1 with accumulate_into, got .*; .*grad_scale"
     ):
         (0.5 * value).backward()
-    assert main.any() == now
+    assert not main.any()

@@ -123,7 +123,7 @@ def test_an_unknown_keyword_and_all_that_are_known(kind):
 
 def test_keywords_that_every_loss_has():
     expected = {"bias", "num_items", "shift", "cu_seqlens", "mask"}
-    expected |= {"accumulate_into", "accumulate_now", "grad_scale"}
+    expected |= {"accumulate_into", "grad_scale"}
     assert set(Own.keywords) == expected
 
 

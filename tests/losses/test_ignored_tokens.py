@@ -111,7 +111,7 @@ def test_a_head_whose_targets_are_all_ahead():
 @pytest.mark.parametrize(
     "name", [name for name in LOSSES if name not in ("logprobs", "multi-token", "Medusa")]
 )
-@pytest.mark.parametrize("options", [{}, {"accumulate_now": True}, {"compact": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"compact": False}], ids=str)
 def test_a_main_gradient_without_targets_gets_0(name, options):
     """Whatever arrives: there is nothing to scale."""
     x = without_targets(given(6))

@@ -145,13 +145,12 @@ def test_log_probabilities_are_handed_out(name, monkeypatch):
     assert_close(hidden.grad, exact[0].grad, 1e-12, name="d_hidden")
 
 
-@pytest.mark.parametrize("now", [False, True])
-def test_into_a_main_gradient(now, monkeypatch):
+def test_into_a_main_gradient(monkeypatch):
     case = Case(*VARIANTS["kl"], "mixed")
     hidden, weight, bias = leaves(case, dtype=torch.float32)
     main, exact = torch.ones(V, H), leaves(case)
     inputs = {name: x.float() for name, x in (case.inputs | case.reference).items()}
-    given = {"sampling_mask": case.mask, "accumulate_into": main, "accumulate_now": now, "bias": bias}
+    given = {"sampling_mask": case.mask, "accumulate_into": main, "bias": bias}
     out = case.kind(**case.settings)(hidden, weight, case.targets, **given, **inputs)
     out.loss.backward()
     case.on_full_logits(*exact, monkeypatch)[0].backward()

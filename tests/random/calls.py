@@ -66,7 +66,7 @@ class Call(Case):
             states for all.
         poison: NaN where a token does not count.
         module: the head is an nn.Linear.
-        main: "add" for accumulate_into, "now" for accumulate_now too.
+        main: whether the call has accumulate_into.
         wrong: makes the call one to be refused: "short", "long" or "late" boundaries, or one of WRONG_MASKS.
     """
 
@@ -91,7 +91,7 @@ class Call(Case):
     strides: str = "contiguous"
     poison: bool = False
     module: bool = False
-    main: str | None = None
+    main: bool = False
     grad_scale: float = 1.0
     wrong: str | None = None
     seed: int = 0

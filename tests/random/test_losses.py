@@ -48,7 +48,7 @@ def calls(draw, name: str) -> Call:
     count, trained = pick(0, 1, 2, 3) * max(1, family.group), pick(*TRAINED)
     layout = pick("padded", "packed", *(("flat",) if "flat" in takes else ()))
     summed = "main" in takes and "weight" in trained and reduction != "none" and dtype != torch.float64
-    main = pick(None, None, "add", "now") if summed else None
+    main = summed and pick(False, True)
     return Call(
         loss=name,
         options=options,
@@ -72,7 +72,7 @@ def calls(draw, name: str) -> Call:
         poison=pick(False, True),
         module=not main and pick(False, True),
         main=main,
-        grad_scale=pick(1.0, 0.25) if main == "add" else 1.0,
+        grad_scale=pick(1.0, 0.25) if main else 1.0,
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -273,7 +273,7 @@ def _run(family: Family, w: World) -> dict[str, Tensor]:
         given["cu_seqlens"] = w.cu_seqlens
     if case.main:
         before = w.random("main", case.V, case.H).float().to(DEVICE)
-        given |= {"accumulate_into": before.clone(), "accumulate_now": case.main == "now"}
+        given |= {"accumulate_into": before.clone()}
         given["grad_scale"] = case.grad_scale
     given |= {name: w.ours(name, x) for name, x in w.inputs.items()}
     loss = family.make(**w.options) if isinstance(family.make, type) else family.make(w)
@@ -312,7 +312,7 @@ def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tens
         "d_bias": (dz.sum((0, 1, 2)), sums * error.sum((0, 1, 2))),
     }
     for name in expected.keys() & found.keys():
-        main = case.main is not None and name == "d_weight"
+        main = case.main and name == "d_weight"
         wanted = torch.float32 if main else case.dtype
         assert found[name] is not None and found[name].dtype == wanted, f"{name}: not in {wanted}"
         truth, allowed = expected[name]

@@ -26,7 +26,7 @@ from logitless import (
     linear_logprobs,
 )
 from logitless.__main__ import main, parser
-from logitless.engine import passes
+from logitless.engine import budget
 from logitless.engine.plan import MIB
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, TEACHER_H, B, H, K, LossCase, V
@@ -74,13 +74,13 @@ PLANNED = [(name, how) for name in LOSSES for how in BUDGETS if how != "no reduc
 @pytest.mark.parametrize(("name", "how"), PLANNED)
 def test_the_plan_is_the_one_that_runs(name, how):
     loss, arguments, inputs, sizes = prepared(name, **BUDGETS[how])
-    ran, make_plan = [], passes.make_plan
+    ran, make_plan = [], budget.make_plan
 
     def noted(*arguments, **options):
         ran.append(make_plan(*arguments, **options))
         return ran[-1]
 
-    with mock.patch.object(passes, "make_plan", noted):
+    with mock.patch.object(budget, "make_plan", noted):
         out = loss(*arguments, **inputs)
         (out.logps if name == "logprobs" else out.loss).sum().backward()
     assert list(logitless.estimate(loss, **sizes).plans) == ran

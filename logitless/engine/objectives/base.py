@@ -54,7 +54,7 @@ class Objective(Protocol):
         """Project the chunk (product 1: logits = features @ weight.T).
 
         Also computes the reference's log-probabilities or the teacher's logits if the loss needs them, the
-        per-token statistics if `chunk.step.read` is set, and `chunk.gradient` if one kernel computes
+        per-token statistics if `chunk.reads` is set, and `chunk.gradient` if one kernel computes
         statistics and gradient.
         """
 

@@ -87,7 +87,7 @@ class GatheredObjective(IdsObjective):
 
     def fill(self, chunk: Chunk, head: GatheredProjection) -> None:
         head.project(chunk)
-        if not chunk.step.read:
+        if not chunk.reads:
             return
         call = self.call
         columns = head.columns
@@ -99,7 +99,7 @@ class GatheredObjective(IdsObjective):
         self._keep(chunk, {"logps": z, "teacher_logps": head.teacher})
 
     def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
-        if chunk.step.stop - chunk.step.start == self.rows.count:
+        if chunk.count == self.rows.count:
             self.stats = dict(statistics)
         else:
             super()._keep(chunk, statistics)
@@ -126,7 +126,7 @@ class GatheredObjective(IdsObjective):
         self.reports.append(Report(*reported((terms, metrics), self.factors)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        rows = slice(chunk.step.start, chunk.step.stop)
+        rows = chunk.rows
         slope = self.call.loss.head.derivative_at(self.stats["logps"][rows])
         # Values in empty slots are arbitrary, and are not read.
         gradient = self.grads["logps"][rows]

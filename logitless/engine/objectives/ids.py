@@ -192,7 +192,7 @@ class IdsObjective:
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
-        if not chunk.step.read:
+        if not chunk.reads:
             return
         self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.row_index])
 
@@ -203,12 +203,10 @@ class IdsObjective:
         other ids, up to `chunk.factor`.
         """
         self._keep(chunk, {"ids": ids})
-        stats = self._at(slice(chunk.step.start, chunk.step.stop))
+        stats = self._at(chunk.rows)
         names = ("logps", "lse", "lse_residual", "rest", "entropy")
         out = {name: stats[name] for name in names if name in stats}
-        single = (
-            self.keeps_dlogp_dhidden and chunk.step.write and kernels.single_pass(chunk.grad_buffer.dtype)
-        )
+        single = self.keeps_dlogp_dhidden and chunk.writes and kernels.single_pass(chunk.grad_buffer.dtype)
         chunk.gradient = chunk.grad_buffer if single else None
         chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
@@ -224,7 +222,7 @@ class IdsObjective:
     def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
         for name, x in statistics.items():
             if name in self.stats:
-                self.stats[name][chunk.step.start : chunk.step.stop] = x
+                self.stats[name][chunk.rows] = x
 
     def evaluate(self, span: Span) -> None:
         call = self.call
@@ -246,7 +244,7 @@ class IdsObjective:
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         reader = self._reader(chunk)
-        rows = slice(chunk.step.start, chunk.step.stop)
+        rows = chunk.rows
         stats = self._at(rows)
         upstream = Upstream(None)
         if self.keeps_dlogp_dhidden:

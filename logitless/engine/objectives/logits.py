@@ -92,9 +92,8 @@ class LogitsObjective:
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
-        if chunk.step.read:
-            step = chunk.step
-            self._evaluate(Span(step.start, step.stop), chunk.logits, chunk if step.write else None)
+        if chunk.reads:
+            self._evaluate(Span(chunk.start, chunk.stop), chunk.logits, chunk if chunk.writes else None)
 
     def evaluate(self, span: Span) -> None:
         if span.stop == span.start:

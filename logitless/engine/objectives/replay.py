@@ -46,13 +46,13 @@ class ReplayProjection(Projection):
 
     def take(self, chunk: Chunk) -> None:
         super().take(chunk)
-        self.gathers = chunk.step.kind is Kind.GATHERED
-        if chunk.step.kind is Kind.PICKED and not self._stored:
+        self.gathers = chunk.kind is Kind.GATHERED
+        if chunk.kind is Kind.PICKED and not self._stored:
             if self._picked is None:
                 shape = (self._rows, self.weight.shape[0])
                 dtype = self.call.logits_dtype
                 self._picked = self.weight.new_empty(shape, dtype=dtype)
-            chunk.logits = self._picked[: chunk.step.stop - chunk.step.start]
+            chunk.logits = self._picked[: chunk.count]
             chunk.grad_buffer = chunk.logits
             if chunk.logits.dtype != self.weight.dtype:
                 chunk.grad_buffer = chunk.logits.view(self.weight.dtype)[:, : self.weight.shape[0]]
@@ -114,7 +114,7 @@ class ReplayObjective(TokenObjective):
         return {name: self.replay.in_row_order(x) for name, x in super().named_statistics().items()}
 
     def fill(self, chunk: Chunk, head: ReplayProjection) -> None:
-        kind = chunk.step.kind
+        kind = chunk.kind
         if kind is Kind.PLAIN:
             super().fill(chunk, head)
         elif kind is Kind.GATHERED:
@@ -129,7 +129,7 @@ class ReplayObjective(TokenObjective):
         if GATHERED not in logits:
             products = sets.slot_products(chunk.features, head.weight, slots, call.stat_dtype)
             logits[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)
-        if not chunk.step.read:
+        if not chunk.reads:
             return
         sets.set_statistics(logits[GATHERED], slots, self._stats(chunk))
         if self.ref_logps is not None:
@@ -156,7 +156,7 @@ class ReplayObjective(TokenObjective):
         call = self.call
         slots = self._picked_slots(chunk, head)
         stats = self._stats(chunk)
-        if chunk.step.read and self.ref_logps is not None:
+        if chunk.reads and self.ref_logps is not None:
             inputs = call.inputs
             rest = self._without_sets(chunk, slots)
             hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
@@ -169,13 +169,13 @@ class ReplayObjective(TokenObjective):
                     chunk.logits, rest, ref_stats, **options, ignore_index=chunk.ignore_index
                 )
                 call.vocabulary.merge_stats(ref_stats, rest)
-                self.ref_logps[chunk.step.start : chunk.step.stop] = ref_stats.logps
+                self.ref_logps[chunk.rows] = ref_stats.logps
             self._keep_reference(chunk, z, slots)
         head.project(chunk)
         rest = self._without_sets(chunk, slots)
         z = self._picked_logits(chunk, slots, call.loss.head, call.bias)
         self.replay.logits[PICKED] = z
-        if not chunk.step.read:
+        if not chunk.reads:
             return
         if rest is not None:
             options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignore_index}
@@ -190,8 +190,8 @@ class ReplayObjective(TokenObjective):
         return self._of_all_ranks(z, slots)
 
     def _picked_slots(self, chunk: Chunk, head: ReplayProjection) -> Slots:
-        first = chunk.step.start - self.replay.plain
-        return head.local[PICKED].of_rows(first, chunk.step.stop - self.replay.plain)
+        first = chunk.start - self.replay.plain
+        return head.local[PICKED].of_rows(first, chunk.stop - self.replay.plain)
 
     def _without_sets(self, chunk: Chunk, slots: Slots) -> Tensor | None:
         """(C,) targets, ignored in rows that have a set; None if the host knows that every row has one."""
@@ -200,11 +200,11 @@ class ReplayObjective(TokenObjective):
         return torch.where(slots.bounds.diff() > 0, chunk.ignore_index, chunk.targets)
 
     def _stats(self, chunk: Chunk) -> TokenBuffers:
-        return self.stats[chunk.step.start : chunk.step.stop]
+        return self.stats[chunk.rows]
 
     def _keep_reference(self, chunk: Chunk, z: Tensor, slots: Slots) -> None:
         ref_stats = kernels.allocate_stats((), 0, z.dtype, z.device)
-        rows = slice(chunk.step.start, chunk.step.stop)
+        rows = chunk.rows
         ref_stats = TokenBuffers(
             logps=self.ref_logps[rows],
             **{
@@ -229,13 +229,13 @@ class ReplayObjective(TokenObjective):
         self.grads = TokenBuffers(**{name: replay.in_chunk_order(x) for name, x in self.grads.items()})
 
     def write(self, chunk: Chunk, head: ReplayProjection) -> None:
-        kind = chunk.step.kind
+        kind = chunk.kind
         loss = self.call.loss
         if kind is Kind.PLAIN:
             super().write(chunk, head)
             return
         stats = self._stats(chunk)
-        grads = self.grads[chunk.step.start : chunk.step.stop]
+        grads = self.grads[chunk.rows]
         if kind is Kind.GATHERED:
             z = self.replay.logits[GATHERED]
             slots = head.local[GATHERED]

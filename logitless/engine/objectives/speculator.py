@@ -83,7 +83,7 @@ class SpeculatorObjective(LogitsObjective):
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
-        if chunk.step.read:
+        if chunk.reads:
             self._compare(chunk)
 
     def evaluate(self, span: Span) -> None:
@@ -94,10 +94,9 @@ class SpeculatorObjective(LogitsObjective):
         """Compare a chunk of logits with the verifier's logits, and overwrite them with the gradient."""
         call = self.call
         loss = self.call.loss
-        step = chunk.step
-        rows = slice(step.start, step.stop)
+        rows = chunk.rows
         inputs = call.inputs
-        first, last = self.rows.teacher.between(step.start, step.stop)
+        first, last = self.rows.teacher.between(chunk.start, chunk.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
         teacher_rows = self.rows.teacher.ranks[rows] - first
         labels = self._labels(chunk, verifier, teacher_rows) if loss.hard_loss_weight else None
@@ -106,7 +105,7 @@ class SpeculatorObjective(LogitsObjective):
         if loss.drop_outside and covered is not None:
             weights = torch.where(covered, weights, 0.0)
         factors = gradient = None
-        if step.write:
+        if chunk.writes:
             factor = self.factors.loss["tokens"] if self.upstream is None else self.upstream[rows]
             factors = (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32))
             gradient = chunk.grad_buffer
@@ -125,7 +124,7 @@ class SpeculatorObjective(LogitsObjective):
         if self.values is not None:
             self.values[rows] = values
         if self.factors.loss is not None:
-            self._report(values.sum() * self.factors.loss["tokens"], complete=step.stop == self.rows.count)
+            self._report(values.sum() * self.factors.loss["tokens"], complete=chunk.stop == self.rows.count)
 
     def _divergence(
         self,

@@ -102,7 +102,7 @@ class SupportObjective(IdsObjective):
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
-        if not chunk.step.read:
+        if not chunk.reads:
             return
         reader = self._reader(chunk)
         inputs = self.call.inputs
@@ -111,7 +111,7 @@ class SupportObjective(IdsObjective):
         if inputs["ids"] is None:
             teacher, taught = self._teacher_logits(chunk, reader)
             ids, argmax_ids["teacher"] = self._support(chunk.logits, reader, taught, teacher)
-            stats = self._at(slice(chunk.step.start, chunk.step.stop))
+            stats = self._at(chunk.rows)
             teacher.ids_statistics(
                 taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]}
             )
@@ -211,7 +211,7 @@ class SupportObjective(IdsObjective):
         if hard_grads is None:
             super().write(chunk, head)
             return
-        rows = slice(chunk.step.start, chunk.step.stop)
+        rows = chunk.rows
         reader = self._reader(chunk)
         stats = self._at(rows)
         columns, labelled = self._labels(chunk)

@@ -150,7 +150,7 @@ class TokenObjective:
         return dict(self.stats.items()) | predicted
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
-        if not chunk.step.read:
+        if not chunk.reads:
             if not self.fused_epilogue:
                 head.project(chunk)
             return
@@ -160,15 +160,15 @@ class TokenObjective:
             self._read_reference(chunk)
         if not self.fused_epilogue:
             head.project(chunk)
-        stats = self.stats[chunk.step.start : chunk.step.stop]
+        stats = self.stats[chunk.rows]
         if self.predictions is not None:
             how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
             ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
-            self.predictions[chunk.step.start : chunk.step.stop] = ids[:, 0]
+            self.predictions[chunk.rows] = ids[:, 0]
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
             options["sums"] = self._head_sums(head)
-        if chunk.step.write and self.is_multiple:
+        if chunk.writes and self.is_multiple:
             chunk.gradient = options["gradient"] = chunk.grad_buffer
             if self.fused_epilogue:
                 factor = fused.read(chunk.features, head.weight, chunk.targets, stats, **options)
@@ -206,7 +206,7 @@ class TokenObjective:
             logits = project(hidden, self.ref_weight, chunk.logits)
             kernels.token_statistics(logits, chunk.targets, stats, **options)
         call.vocabulary.merge_stats(stats, chunk.targets)
-        self.ref_logps[chunk.step.start : chunk.step.stop] = stats.logps
+        self.ref_logps[chunk.rows] = stats.logps
 
     def _sum_weights(self) -> Tensor | None:
         """(columns,) the weights of this rank's logits in `sum_logits`."""
@@ -236,9 +236,8 @@ class TokenObjective:
         self.reports.append(Report(*reported(result, self.factors, sequences)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        step = chunk.step
         loss = self.call.loss
-        stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
+        stats, grads = self.stats[chunk.rows], self.grads[chunk.rows]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
@@ -256,7 +255,7 @@ class TokenObjective:
             return ()
         if self.keeps_dlogp_dhidden:
             return (chunk.factor,)
-        return chunk.factor, self.grads.logps[chunk.step.start : chunk.step.stop]
+        return chunk.factor, self.grads.logps[chunk.rows]
 
     def cached_grad_factor(self) -> Tensor | None:
         if self.grads.lse is not None or target_apart(self.call.loss):

@@ -258,8 +258,8 @@ def _token_statistics_twin(
             stats["entropy"] = -log_p.clamp_(min=-1e4).mul_(p).sum(1)
         if out.log_sum_sq_probs is not None:
             stats["log_sum_sq_probs"] = torch.mul(p, p, out=log_p).sum(1).log()
-        for name, buffer in out[rows].items():
-            buffer.copy_(torch.where(supervised, stats[name], 0.0))
+        for name, buffer in out.items():
+            buffer[rows] = torch.where(supervised, stats[name], 0.0)
         if gradient is not None:
             p.scatter_add_(1, target, -inside[:, None].to(p.dtype))
             _store(gradient[rows], p.neg_(), slope, supervised)

@@ -1,0 +1,788 @@
+"""`FusedLinearBase`: a loss of `hidden @ weight.T`, chunk by chunk. The engine in seven lines:
+
+    for span in plan.spans:                          # the rows that one evaluation of the loss needs
+        for chunk in span.chunks:
+            logits = hidden @ weight.T               # product 1, within the budget
+            statistics = read(logits)                # Triton cross-entropy: a few numbers per token
+        loss, d_statistics = grad_and_value(terms)   # the loss class, and nothing else of it
+        for chunk in span.chunks:
+            d_logits = write(logits, d_statistics)   # over the logits; then both products of the gradients
+
+`run_spans` is this loop, and `run_head` prepares it for one LM head. `solve`, `token_statistics` and
+`token_gradients` are the three passes over a call. `FusedLinearBase` calls them under autograd:
+
+* `Mode.SOLVED`: the forward pass computes the loss, and its gradients up to a scalar factor. The backward
+  pass multiplies the gradients by this factor and by the upstream gradient, and casts d_weight in the same
+  kernel.
+* `Mode.PER_TOKEN`: the forward pass returns per-token statistics, and ordinary autograd differentiates the
+  caller's function of these statistics. The backward pass receives the gradients of the statistics and
+  recomputes the chunks of logits. With a frozen head, no sampling mask and a loss of log p and lse only, the
+  forward pass saves d logp / d hidden instead, and the backward pass scales it.
+* `Mode.INTO_MAIN`: the forward pass computes the loss without gradients. The backward pass computes loss and
+  gradients, and adds d_weight to the caller's main gradient. Between both passes, no tensor of the size of
+  d_weight is kept.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.budget import plan_for
+from logitless.engine.call import HeadCall, Signature, pack, unpack, with_needs
+from logitless.engine.choose import resolve_rows
+from logitless.engine.early_projection import over_rows
+from logitless.engine.gradients import Gradients, either, finish
+from logitless.engine.graph_names import graph_key
+from logitless.engine.objectives.base import Objective, settled
+from logitless.engine.objectives.gathered import GatheredProjection
+from logitless.engine.objectives.replay import ReplayObjective, ReplayProjection
+from logitless.engine.plan import Pass, Plan, Write
+from logitless.engine.projection import Chunk, Projection
+from logitless.engine.reduction import power_of_two, unit_factors
+from logitless.engine.rows import Rows
+from logitless.engine.spec import LossSpec
+from logitless.errors import value_error
+from logitless.kernels.head.scale import scale
+
+# Number of rows that `scale_cached_grad` scales at a time. Its temporaries (rows, H) are small compared with
+# d_hidden.
+SCALED_ROWS = 2048
+
+
+class Mode(Enum):
+    """The results of the Function, and the pass that computes the gradients."""
+
+    SOLVED = "the loss, solved in the forward pass"
+    PER_TOKEN = "per-token statistics"
+    INTO_MAIN = "the loss, solved in the backward pass onto a main gradient"
+
+
+class CallResult(NamedTuple):
+    """The results of a public call."""
+
+    loss: Tensor | None  # 0-d
+    metrics: Tensor | None  # (heads, 1 + metrics): the loss of each head, then its metrics
+    statistics: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
+    plan: Plan | None  # None inside a compiled graph
+
+
+# (heads, mode) -> CallResult: a function that replaces the passes (`tools` sets it); None: the passes run.
+StandIn = Callable[[Sequence[HeadCall], Mode], CallResult]
+_STAND_IN: ContextVar[StandIn | None] = ContextVar("stand_in", default=None)
+
+
+@contextmanager
+def replaced(stand_in: StandIn | None) -> Iterator[None]:
+    """Context in which eager calls in this thread run `stand_in` instead of the passes."""
+    token = _STAND_IN.set(stand_in)
+    try:
+        yield
+    finally:
+        _STAND_IN.reset(token)
+
+
+def run_calls(
+    heads: Sequence[HeadCall], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
+) -> CallResult:
+    """Run the heads of one public call, under autograd if any tensor needs a gradient.
+
+    Args:
+        heads: one `HeadCall` per head.
+        mode: see the module's docstring.
+        main: (V, H) main gradient of the mode `INTO_MAIN`.
+        grad_scale: factor of the gradients in this mode.
+    """
+    # `is_compiling` is tested first, so that Dynamo does not trace the ContextVar.
+    if not torch.compiler.is_compiling() and (stand_in := _STAND_IN.get()) is not None:
+        return stand_in(heads, mode)
+    loss = heads[0].loss
+    if mode is Mode.SOLVED and not torch.compiler.is_compiling():
+        tensors, calls = with_needs(heads)
+        run = CallSpec(mode, calls)
+        trainable = any([call.trainable for call in calls])
+    else:
+        signature, tensors, sequences = pack(heads)
+        trainable = any(signature.needs)
+        mode = mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED
+        run = CallSpec(mode, None, signature, sequences, main, grad_scale)
+    outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, tensors)[0]
+    if mode is Mode.PER_TOKEN:
+        names = loss.objective.statistic_names(loss)
+        return CallResult(None, None, dict(zip(names, outputs, strict=True)), run.plan)
+    value, metrics, *statistics = outputs
+    # With a main gradient there is no d_logps: the forward pass computes no gradient.
+    named = dict(zip(solved_names(loss), statistics)) if statistics else {}
+    if not trainable:
+        named.pop("d_logps", None)
+    return CallResult(value, metrics, named, run.plan)
+
+
+@dataclass
+class CallSpec:
+    """The non-tensor arguments of the Function."""
+
+    mode: Mode
+    # The heads of an eager call that is solved in the forward pass. All other calls are packed: their
+    # backward pass, or their operator, needs the tensors again.
+    heads: Sequence[HeadCall] | None
+    signature: Signature | None = None
+    sequences: int = 0
+    main: Tensor | None = None
+    grad_scale: float = 1.0
+    plan: Plan | None = None  # set by an eager forward pass
+
+
+class FusedLinearBase(torch.autograd.Function):
+    """The passes under autograd: called directly in eager mode, as opaque operators under `torch.compile`.
+
+    Steps:
+
+    1. A loss checks and flattens its arguments to one `HeadCall` per head (`call.prepare`), and `run_calls`
+       applies this Function.
+    2. `forward` runs a pass: `solve` for a reduced loss, `token_statistics` for statistics.
+    3. The pass chooses the supervised rows, plans the spans and runs the chunk loop (`run_spans`).
+    4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
+       factor (`SOLVED`), or the tensors of the call, the statistics and d logp / d hidden (`PER_TOKEN`).
+    5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk; in `PER_TOKEN` with a trainable
+       head it recomputes the chunks (`token_gradients`).
+    6. `gradients.finish` multiplies each sum by the deferred factor and the upstream gradient, and casts it
+       to the dtype of its tensor. This is done in place if the sum has this dtype and autograd does not
+       retain the graph.
+    7. `backward` returns one gradient per trained tensor, and None for all other tensors.
+
+    FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the arguments of the
+    Function are plain tensors. The autograd node of this gather averages d_weight over the ranks after step
+    7.
+
+    tp_group: `weight` is this rank's shard (V_r, H). The passes exchange statistics per token and all-reduce
+    d_hidden; d_weight (V_r, H) is complete without a collective.
+
+    cp_group: `hidden` contains the tokens of this rank's slices. Every rank gets the loss of the whole
+    sequences, d_hidden of its tokens, and its contribution to d_weight, which the caller sums over the group.
+
+    torch.compile: Dynamo traces `forward` and `backward`. Each pass in them is one opaque operator
+    (`operators`), so that the chunk loop is not unrolled. The results do not contain a `Plan`.
+    """
+
+    @staticmethod
+    def forward(ctx, run: CallSpec, *tensors: Tensor | None):
+        outputs, saved, ctx.rows = _forward(run, tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mode = run.mode
+        ctx.count = len(tensors)
+        trained = len(tensors) if run.signature is None else len(run.signature.needs)
+        ctx.needs = [x is not None for x in saved[1 : 1 + trained]]
+        if run.signature is not None:
+            ctx.needs = run.signature.needs
+        ctx.kinds = [(x.dtype, x.shape) for x in tensors[:trained]]
+        if run.mode is Mode.SOLVED:
+            ctx.save_for_backward(*saved)
+            ctx.mark_non_differentiable(*outputs[1:])
+        elif run.mode is Mode.INTO_MAIN:
+            ctx.run = run
+            ctx.save_for_backward(*tensors)  # `main` is not saved: other calls may modify it before backward
+            ctx.mark_non_differentiable(*outputs[1:])
+        else:
+            ctx.run = run
+            ctx.save_for_backward(*tensors, *saved, *outputs)
+            loss = run.signature.loss
+            objective = loss.objective
+            names = objective.statistic_names(loss)
+            differentiable = objective.differentiable_names(loss)
+            plain = [x for name, x in zip(names, outputs, strict=True) if name not in differentiable]
+            ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph: expected False, got True; logitless losses have no second derivative. If you "
+                "need one, differentiate a function of the full logits, such as "
+                "F.cross_entropy(hidden @ weight.T, targets)."
+            )
+        gradients = [None] * len(ctx.kinds)
+        if any([grad is not None for grad in upstream]):
+            gradients = BACKWARD[ctx.mode](ctx, upstream, compiling)
+        return (None, *gradients, *[None] * (ctx.count - len(ctx.kinds)))
+
+
+# -- The chunk loop
+
+
+def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients) -> None:
+    """Run the spans of `plan`: compute logits, statistics, loss and gradients, chunk by chunk.
+
+    1. Allocate one buffer of logits for all chunks. The gradient of a chunk overwrites its logits.
+
+    Then, for each span and each of its chunks:
+
+    2. `head.take`: take the chunk's hidden states, run the layers in front of the head, and convert the
+       targets to columns of this rank's logits.
+    3. `objective.fill`: compute the values of the reference or teacher, project the chunk (product 1), and
+       compute its statistics. One kernel may also write the gradient up to a factor per row.
+    4. If `fill` wrote the gradient, queue product 2 (`head.backproject`) at once, and evaluate the loss on a
+       side stream.
+
+    When all chunks of the span are read:
+
+    5. `objective.evaluate`: compute the loss of these rows, and its gradient with respect to their
+       statistics.
+
+    Then, for each chunk again, which is projected a second time if the span has several:
+
+    6. If `fill` did not write the gradient: overwrite the logits with their gradient, then run product 2.
+    7. `head.scale`: apply the row factors to d_features and to the features (or to a copy of them).
+    8. `head.reduce`: start the sum of d_features over the ranks of tp_group.
+    9. `gradients.add`: add the chunk's d_weight and d_bias (product 3) while this sum runs.
+    10. `head.scatter`: wait for the sum, run the backward pass of the layers, and write the rows of d_hidden.
+
+    With `Write.BEFORE_LOSS`, steps 6 to 10 follow step 4.
+
+    FSDP2: the loop does not depend on it. The head is a gathered plain tensor, and its gradient is reduced
+    after the backward pass of the Function.
+
+    tp_group: all ranks run the same spans, because they plan for the largest shard. Step 3 gathers the
+    statistics of a chunk from all shards and merges them. Steps 8 to 10 sum d_features. d_weight needs no
+    collective.
+
+    cp_group: the ranks have different rows, and may run different numbers of chunks. For a loss of sequences,
+    all rows of a rank form one span, and the ranks exchange sums in the single evaluation (step 5). For a
+    loss of single tokens, the loop has no collective, and `objectives.base.settled` sums the loss after the
+    loop.
+
+    torch.compile: the loop runs eagerly in the body of an operator (`operators`), and Dynamo does not trace
+    it.
+    """
+    buffer, place = head.new_buffer(plan, fused_epilogue=objective.fused_epilogue)
+
+    def take(start: int, stop: int, kind: object, *, reads: bool, writes: bool) -> Chunk:
+        size = stop - start
+        chunk = Chunk(start, stop, kind, reads, writes, rows.at(start, stop), buffer[:size], place[:size])
+        head.take(chunk)  # features (C, H); targets as this rank's columns
+        return chunk
+
+    def write(chunk: Chunk) -> None:
+        if chunk.gradient is None:
+            objective.write(chunk, head)
+            head.backproject(chunk)
+        chunk.factors = objective.row_factors(chunk)  # empty for a loss of logits
+        head.scale(chunk)  # apply the factors to d_features and to the features of product 3
+        arrival = head.reduce(chunk)  # start the sum over ranks
+        gradients.add(chunk, head)  # product 3, overlaps the sum
+        head.scatter(chunk, arrival)  # wait for the sum, layers backward, write rows of d_hidden
+
+    for span in plan.spans:
+        recompute = plan.recomputes(span)
+        beside = nullcontext()
+        for part in span.chunks:
+            chunk = take(*part, reads=plan.reads, writes=plan.writes is not Write.NEVER and not recompute)
+            objective.fill(chunk, head)  # reference or teacher, product 1, statistics
+            if chunk.gradient is not None:
+                # Only a factor per row is missing. Queue product 2 before the host evaluates the loss, so
+                # that the GPU is busy during the evaluation.
+                beside = side_stream(buffer.device, useful=plan.evaluates and part is span.chunks[-1])
+                head.backproject(chunk)  # product 2; nothing where hidden needs no gradient
+            if plan.writes is Write.BEFORE_LOSS:
+                write(chunk)
+        if plan.evaluates:
+            with beside:  # tiny kernels that overlap product 2
+                # A rank without rows also evaluates, because the evaluation may contain collectives.
+                objective.evaluate(span)
+        if plan.writes is Write.AFTER_LOSS:
+            for part in span.chunks:
+                if recompute:
+                    chunk = take(*part, reads=False, writes=True)
+                    objective.fill(chunk, head)  # product 1 again
+                write(chunk)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def side_stream(device: torch.device, *, useful: bool) -> AbstractContextManager:
+    """Return a context whose body runs on a side stream, if the device is a GPU and `useful` is set.
+
+    The evaluation of a loss launches about a hundred kernels of a few microseconds each, which can overlap a
+    product.
+
+    The body starts after all kernels that were queued before the call of this function. It overlaps kernels
+    that are queued between this call and the `with` statement. At the end of the context, the main stream
+    waits for the side stream.
+    """
+    if not useful or device.type != "cuda":
+        return nullcontext()
+    return _beside(device, torch.cuda.current_stream(device).record_event())
+
+
+@contextmanager
+def _beside(device: torch.device, queued_before: torch.cuda.Event) -> Iterator[None]:
+    stream = _stream(device)
+    main = torch.cuda.current_stream(device)
+    stream.wait_event(queued_before)
+    with torch.cuda.stream(stream):
+        yield
+    main.wait_stream(stream)
+
+
+# -- The passes
+
+
+def run_head(
+    call: HeadCall,
+    rows: Rows,
+    purpose: Pass,
+    gradients: Gradients,
+    make_objective: Callable[[Plan], Objective],
+    *,
+    deferred: float | Tensor = 1.0,
+    heads: int = 1,
+    d_weight_in_stat_dtype: bool = False,
+) -> tuple[Plan, Objective, Projection]:
+    """Run the chunk loop of one head, and add its gradients, up to `deferred`, to `gradients`.
+
+    Args:
+        call: the call of the head.
+        rows: the rows to project.
+        purpose: the kind of the pass.
+        gradients: the sums over all heads of the public call.
+        make_objective: returns the objective of a plan.
+        deferred: the factor by which the backward pass multiplies the gradients.
+        heads: number of heads of the public call.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
+    """
+    plan = plan_for(call, rows, purpose, heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
+    objective = make_objective(plan)
+    writes = plan.writes is not Write.NEVER
+    head = projection_of(plan)(call, rows, gradients=writes)
+    if writes:
+        gradients.open(call, deferred, several_chunks=plan.d_weight_parts > 1)
+    run_spans(plan, rows.chunked, head, objective, gradients)
+    if plan.strategy == "cached_grad" and plan.evaluates:
+        scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
+    if writes:
+        gradients.close(call, head, deferred)
+    return plan, objective, head
+
+
+@dataclass
+class Solved:
+    """The loss of a call, and its gradients up to a deferred factor."""
+
+    loss: Tensor  # 0-d
+    metrics: Tensor  # (heads, 1 + metrics): the loss of each head without its coefficient, then its metrics
+    tokens: list[Tensor]  # (N,) per-token statistics, in the order of `solved_names`
+    deferred: float | Tensor  # the factor by which the gradients must still be multiplied; a number, or 0-d
+    gradients: Gradients
+    plan: Plan  # of the last head
+    rows: Rows  # of the last head
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the host knows that the deferred factor is 1."""
+        return isinstance(self.deferred, float) and self.deferred == 1.0
+
+    @property
+    def deferred_on_device(self) -> Tensor:
+        """The deferred factor as a 0-d tensor in the dtype of the loss."""
+        if isinstance(self.deferred, Tensor):
+            return self.deferred
+        return torch.full((), self.deferred, dtype=self.loss.dtype, device=self.loss.device)
+
+
+@dataclass
+class Statistics:
+    """Per-token statistics of a call."""
+
+    named: dict[str, Tensor]  # by name: (N,) per token, 0 for ignored tokens; or 0-d
+    dlogp_dhidden: Tensor | None  # (N, H) d logp / d hidden, if the plan keeps it
+    rows: Rows
+    plan: Plan
+
+
+def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None) -> Solved:
+    """Compute the loss and its gradients in one pass.
+
+    Args:
+        calls: the heads, in order.
+        fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
+        main: (V, H) to which the complete gradient of the weight is added.
+    """
+    if len(calls) == 1 and main is None:
+        return over_rows(
+            calls[0], lambda call, rows: _solve([(call, rows)], fixed_dtypes=fixed_dtypes, main=None)
+        )
+    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes or len(calls) > 1, main=main)
+
+
+def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main: Tensor | None) -> Solved:
+    gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
+    deferred = gradients.deferred
+    losses = []
+    metrics = []
+    for call, rows in chosen:
+        factors, deferred = unit_factors(call, rows, deferred)
+        plan, objective, _ = run_head(
+            call,
+            rows,
+            Pass.SOLVE,
+            gradients,
+            lambda plan: objective_of(call).for_loss(call, rows, plan, factors),
+            deferred=deferred,
+            heads=len(chosen),
+            d_weight_in_stat_dtype=fixed_dtypes or main is not None,
+        )
+        total, head_metrics = settled(call, objective.reports, factors.metrics)
+        # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read
+        # back.
+        is_one = isinstance(deferred, float) and deferred == 1.0
+        losses.append(total if is_one else total * deferred)
+        head_loss = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
+        metrics.append(torch.stack([head_loss, *head_metrics]))
+    asked = call.loss.return_logps or call.loss.return_predictions
+    tokens = _tokens(call, rows, objective, deferred) if asked else []
+    table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
+    return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, gradients, plan, rows)
+
+
+def solve_into_main(
+    call: HeadCall, main: Tensor, grad_scale: float, *, fixed_dtypes: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Solve a call and add d_weight to `main`. Returns (complete d_hidden, complete d_bias)."""
+    solved = solve([replace(call, coefficient=grad_scale)], fixed_dtypes=fixed_dtypes, main=main)
+    gradients = solved.gradients
+    hidden, _, bias, _ = call.indices
+    d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
+    dtypes = call.hidden.dtype, None if d_bias is None else call.bias.dtype
+    sums = gradients.sums.get(hidden), d_bias
+    d_hidden, d_bias = finish(sums, solved.deferred_on_device, dtypes, owned=True)
+    return d_hidden, None if d_bias is None else d_bias.view(-1)
+
+
+def _plan_into_main(call: HeadCall, solved: Solved) -> Plan:
+    """The plan of a call whose backward pass adds to a main gradient.
+
+    Args:
+        call: the call, with what needs a gradient: the backward pass solves it.
+        solved: the result of the forward pass, which computed no gradients.
+    """
+    call = call.with_shards(solved.rows.shards)
+    later = plan_for(call, solved.rows, Pass.SOLVE, d_weight_in_stat_dtype=True)
+    return replace(solved.plan, in_backward=later)
+
+
+def solved_names(loss: LossSpec) -> tuple[str, ...]:
+    """Names of the per-token statistics that `solve` also returns, in order. They depend on the options."""
+    if loss.return_logps:
+        return (*loss.objective.statistic_names(loss), "d_logps")
+    return ("predictions",) if loss.return_predictions else ()
+
+
+def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
+    """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
+    names = solved_names(call.loss)
+    statistics = objective.named_statistics()
+    N = call.targets.shape[0]
+    if "d_logps" in names:
+        has_grad = call.trainable and "logps" in call.loss.differentiates
+        zero = torch.zeros_like(statistics["logps"])
+        statistics["d_logps"] = objective.grads.logps * deferred if has_grad else zero
+        if has_grad and rows.replay is not None:
+            statistics["d_logps"] = rows.replay.in_row_order(statistics["d_logps"])
+    return [rows.scattered(statistics[name], N) for name in names]
+
+
+def token_statistics(call: HeadCall) -> Statistics:
+    """Compute per-token statistics.
+
+    With a frozen head, also compute d logp / d hidden, so that the backward pass need not recompute the
+    logits. It is not computed with a sampling mask or a differentiable entropy; see
+    `HeadCall.keeps_dlogp_dhidden`.
+    """
+    return over_rows(call, _token_statistics)
+
+
+def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
+    N = call.targets.shape[0]
+    plan, objective, head = run_head(
+        call,
+        rows,
+        Pass.STATISTICS,
+        Gradients([call], fixed_dtypes=False),
+        lambda plan: objective_of(call).for_stats(call, rows, plan),
+    )
+    statistics = {
+        name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
+    }
+    return Statistics(statistics, head.d_hidden, rows, plan)
+
+
+def token_gradients(
+    call: HeadCall,
+    statistics: Sequence[Tensor],
+    upstream: Sequence[Tensor | None],
+    dlogp_dhidden: Tensor | None,
+    rows: Rows | None,
+    *,
+    fixed_dtypes: bool,
+) -> tuple[Tensor, Gradients]:
+    """The backward pass of `token_statistics`.
+
+    Args:
+        call: the call.
+        statistics: the statistics that the forward pass returned, in the order of `statistic_names`.
+        upstream: their gradients, in the same order; None: no gradient.
+        dlogp_dhidden: (N, H) d logp / d hidden, if the forward pass kept it.
+        rows: the rows of the forward pass; None: choose them again.
+        fixed_dtypes: see `solve`.
+
+    Returns:
+        (deferred factor, gradients up to that factor).
+    """
+    if rows is None:
+        call, rows = resolve_rows(call)
+    else:
+        call = call.with_shards(rows.shards)
+    kind = call.loss.objective
+    differentiable = kind.differentiable_names(call.loss)
+    named = list(zip(kind.statistic_names(call.loss), statistics, upstream, strict=True))
+    named_grads = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
+    gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
+    if not call.loss.compact and (dlogp_dhidden is not None or gradients.deferred is None):
+        # With compact=False, ignored rows have upstream gradients too. The kernels of a chunk do not read
+        # them. They must neither multiply a kept d logp / d hidden nor choose the power of two of fp16.
+        named_grads = {name: _masked(x, rows.supervised) for name, x in named_grads.items()}
+    everything = rows.at(0, rows.count)
+    grads = {name: x[everything].to(call.stat_dtype) for name, x in named_grads.items()}
+    row_statistics = {name: x[everything] for name, x, _ in named if x.dim()}
+    one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
+    if dlogp_dhidden is not None:
+        objective = kind.for_backward(call, rows, row_statistics, grads)
+        head = Projection(call, rows, gradients=False)
+        make = torch.empty_like if rows.index is None else torch.zeros_like
+        head.d_hidden = make(dlogp_dhidden)
+        scale_cached_grad(dlogp_dhidden, head.d_hidden, objective, head)
+        gradients.close(call, head, one)
+        return one, gradients
+    deferred = one
+    if gradients.deferred is None:
+        # Divide by a power of two so that the largest upstream gradient is near 1. `finish` multiplies by it
+        # again.
+        largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in grads.values()]).amax()
+        deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
+        grads = {name: x / deferred for name, x in grads.items()}
+    run_head(
+        call,
+        rows,
+        Pass.GRADIENTS,
+        gradients,
+        lambda plan: objective_of(call).for_backward(call, rows, row_statistics, grads),
+        deferred=deferred,
+        d_weight_in_stat_dtype=fixed_dtypes,
+    )
+    return deferred, gradients
+
+
+def _masked(x: Tensor, supervised: Tensor) -> Tensor:
+    """`x` (N, ...), with 0 in the rows that are not supervised (N,)."""
+    return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+
+
+def objective_of(call: HeadCall) -> type[Objective]:
+    """The objective class of a call: `ReplayObjective` with a sampling mask, else that of the loss."""
+    return call.loss.objective if call.sets is None else ReplayObjective
+
+
+def projection_of(plan: Plan) -> type[Projection]:
+    """The class of the projection of a plan."""
+    if plan.replay is not None:
+        return ReplayProjection
+    return GatheredProjection if plan.columns else Projection
+
+
+def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
+    """Compute d_hidden from `dlogp_dhidden` (N, H) and the gradients of the statistics (strategy
+    cached_grad).
+
+    Writes d_hidden to `out` (N, H), which may be `dlogp_dhidden`.
+    """
+    rows = objective.rows
+    factor = objective.cached_grad_factor()
+    if factor is not None:
+        # Rows that were not projected get a factor of 0.
+        scale(dlogp_dhidden, rows.scattered(factor, dlogp_dhidden.shape[0]), out)
+        return
+    for start in range(0, rows.count, SCALED_ROWS):
+        stop = min(start + SCALED_ROWS, rows.count)
+        at = rows.at(start, stop)
+        scaled = objective.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), head).to(out.dtype)
+        if isinstance(at, slice):
+            out[at] = scaled
+        else:
+            out.index_copy_(0, at, scaled)
+
+
+# -- Forward and backward pass of each mode
+
+
+def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
+    """Run the forward pass, eagerly or as an operator.
+
+    Returns:
+        (outputs of the Function, tensors that the forward pass computed for the backward pass, `Rows`). The
+        rows are None in a graph, and in the mode `SOLVED`, whose backward pass does not use them.
+    """
+    signature = run.signature
+    into_main = run.mode is Mode.INTO_MAIN
+    if into_main:  # the backward pass computes the gradients
+        signature = signature.without_gradients()
+    if torch.compiler.is_compiling():
+        key = graph_key(signature)
+        if run.mode is Mode.PER_TOKEN:
+            dlogp_dhidden, *statistics = torch.ops.logitless.statistics(list(tensors), run.sequences, key)
+            return tuple(statistics), [dlogp_dhidden], None
+        outputs = torch.ops.logitless.solve(list(tensors), run.sequences, key)
+        saved_count = 1 + len(signature.needs)
+        saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors)]
+        outputs = tuple(outputs[:-saved_count])
+        return outputs[:-1] if into_main and signature.loss.return_logps else outputs, saved, None
+    calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
+    loss = calls[0].loss
+    if run.mode is Mode.PER_TOKEN:
+        statistics = token_statistics(calls[0])
+        run.plan = statistics.plan
+        names = loss.objective.statistic_names(loss)
+        return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
+    solved = solve(calls, fixed_dtypes=False)
+    run.plan = solved.plan
+    tokens = solved.tokens
+    if into_main:
+        (call,) = unpack(run.signature, tensors, run.sequences)
+        run.plan = _plan_into_main(call, solved)
+        tokens = tokens[:-1] if loss.return_logps else tokens  # without d_logps
+    indices = range(len(tensors) if signature is None else len(signature.needs))
+    sums = [solved.gradients.sums.get(index) for index in indices]
+    supervised = [solved.gradients.supervised.get(index) for index in indices]
+    # None: the host knows that the factor is 1, so no multiplication is needed.
+    deferred = None if solved.is_final else solved.deferred_on_device
+    return (
+        (solved.loss, solved.metrics, *tokens),
+        [deferred, *sums, *supervised],
+        solved.rows if into_main else None,
+    )
+
+
+def _supervised_in_graph(signature: Signature, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """`Gradients.supervised` of the trained tensors, from the targets, by operations that Dynamo traces."""
+    trained = len(signature.needs)
+    reached = {}
+    for part, targets in zip(signature.parts, tensors[trained:], strict=False):
+        supervised = targets != signature.loss.ignore_index
+        some = supervised.any()
+        hidden, weight, bias, layers = part.indices
+        for index, rows in ((hidden, supervised), *[(other, some) for other in (weight, bias, *layers)]):
+            reached[index] = either(reached[index], rows) if index in reached else rows
+    return [reached.get(index) for index in range(trained)]
+
+
+def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
+    deferred, *saved = ctx.saved_tensors
+    sums, supervised = saved[: len(ctx.kinds)], saved[len(ctx.kinds) :]
+    # Without retain_graph, the saved gradients may be scaled in place and returned.
+    owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
+    factor = upstream[0] if deferred is None else deferred * upstream[0]
+    return _finished(ctx, sums, factor, supervised, owned=owned)
+
+
+def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
+    saved = ctx.saved_tensors
+    run = ctx.run
+    tensors = saved[: ctx.count]
+    dlogp_dhidden = saved[ctx.count]
+    statistics = saved[ctx.count + 1 :]
+    if compiling:
+        key = graph_key(run.signature)
+        arguments = (list(tensors), dlogp_dhidden, list(statistics), list(upstream), run.sequences, key)
+        deferred, *sums = torch.ops.logitless.gradients(*arguments)
+    else:
+        (call,) = unpack(run.signature, tensors, run.sequences)
+        deferred, gradients = token_gradients(
+            call, statistics, upstream, dlogp_dhidden, ctx.rows, fixed_dtypes=False
+        )
+        sums = [gradients.sums.get(index) for index in range(len(run.signature.needs))]
+    return _finished(ctx, sums, deferred, owned=not compiling)
+
+
+def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
+    run = ctx.run
+    tensors = ctx.saved_tensors
+    if compiling:
+        supervised = tensors[len(run.signature.needs)] != run.signature.loss.ignore_index
+        _expect_one(upstream[0], supervised.any(), on_host=False)
+        key = graph_key(run.signature)
+        d_hidden, d_bias = torch.ops.logitless.accumulate(
+            run.main, run.grad_scale, list(tensors), run.sequences, key
+        )
+    else:
+        _expect_one(upstream[0], ctx.rows.tokens, on_host=run.signature.loss.compact)
+        (call,) = unpack(run.signature, tensors, run.sequences)
+        d_hidden, d_bias = solve_into_main(call, run.main, run.grad_scale, fixed_dtypes=False)
+    hidden, _, bias, _ = run.signature.parts[0].indices
+    gradients: list[Tensor | None] = [None] * len(run.signature.needs)  # that of the weight is in `main`
+    if run.signature.needs[hidden]:
+        gradients[hidden] = d_hidden
+    if bias is not None and run.signature.needs[bias]:
+        gradients[bias] = d_bias
+    return gradients
+
+
+BACKWARD: Mapping[Mode, Callable] = {
+    Mode.SOLVED: _backward_solved,
+    Mode.PER_TOKEN: _backward_per_token,
+    Mode.INTO_MAIN: _backward_into_main,
+}
+
+
+def _finished(
+    ctx,
+    sums: Sequence[Tensor | None],
+    factor: Tensor,
+    supervised: Sequence[Tensor | None] | None = None,
+    *,
+    owned: bool,
+) -> list[Tensor | None]:
+    """Return the gradients of the trained tensors, in the shapes and dtypes of these tensors.
+
+    See `gradients.finish` for `supervised`.
+    """
+    wanted = [x.reshape(-1, x.shape[-1]) if need else None for x, need in zip(sums, ctx.needs, strict=True)]
+    grads = finish(wanted, factor, [dtype for dtype, _ in ctx.kinds], supervised, owned=owned)
+    return [None if x is None else x.view(shape) for x, (_, shape) in zip(grads, ctx.kinds, strict=True)]
+
+
+def _expect_one(upstream: Tensor, tokens: int | Tensor, *, on_host: bool) -> None:
+    """Refuse an upstream gradient other than 1, unless the call has no supervised `tokens` and so adds 0."""
+    expected = "an upstream gradient of 1 with accumulate_into"
+    if on_host:
+        if upstream.item() != 1 and tokens != 0:
+            raise value_error(
+                "loss",
+                expected,
+                upstream.item(),
+                "leave the loss unscaled, and pass the factor as grad_scale",
+            )
+    else:
+        torch._assert_async(
+            (upstream == 1) | (tokens == 0),
+            f"loss: expected {expected}, got another; pass the factor as grad_scale.",
+        )
