@@ -22,10 +22,12 @@ test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels $(LAYER_KERNELS)
 
-# What `make test` leaves out as well: every kernel for every target, and what is marked slow,
-# such as every causal language model of transformers against docs/models.md, which `python -m tests.models.every` writes.
+# What `make test` leaves out as well: every kernel for every target, what is marked slow, such as every causal language
+# model of transformers against docs/models.md, which `python -m tests.models.every` writes, and the kernels in the
+# interpreter of the newest Triton.
 test-all: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest --all -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/triton-$(lastword $(TRITONS)) $(PY) -m pytest -n $(JOBS) tests/kernels $(LAYER_KERNELS)
 
 test-gpu:
 	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'PY: expected a Python whose torch sees a GPU, got none; run make test instead.')"

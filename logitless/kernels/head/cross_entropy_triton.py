@@ -346,10 +346,12 @@ def logits_gradient_kernel(
         g_entropy = tl.load(g_entropy_ptr + row)
         g_sum = tl.load(g_sum_ptr + row)
         g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
+    # An ignored row is set to 0, even if its logits are not finite. In Triton 3.9's interpreter, the mask
+    # `(cols < V) & (y != ignore_index)` would be an integer, because a scalar condition is.
+    end = tl.where(y != ignore_index, V, 0)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # An ignored row is set to 0, even if its logits are not finite.
-        mask = (cols < V) & (y != ignore_index)
+        mask = cols < end
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
         log_p = z - lse

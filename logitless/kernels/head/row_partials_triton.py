@@ -81,12 +81,14 @@ def shift_kernel(
     y = tl.load(targets_ptr + row)
     supervised = y != ignore_index
     has_target = (y >= 0) & (y < V) & supervised
-    wanted = supervised if SUMS else has_target
+    # An end of 0 instead of a scalar condition in the masks, as in `logits_gradient_kernel`.
+    w_end = tl.where(has_target, H, 0)
+    x_end = tl.where(supervised, H, 0) if SUMS else w_end
     total, logit_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + at, mask=(at < H) & wanted, other=0.0).to(tl.float32)
-        total += x * tl.load(w_ptr + y * w_stride + at, mask=(at < H) & has_target, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + at, mask=at < x_end, other=0.0).to(tl.float32)
+        total += x * tl.load(w_ptr + y * w_stride + at, mask=at < w_end, other=0.0).to(tl.float32)
         if SUMS:
             logit_sum += x * tl.load(sums_ptr + at, mask=at < H, other=0.0)
     if SUMS:
