@@ -11,7 +11,6 @@ import ast
 import functools
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from pickle import UnpicklingError
 import torch
 
 import logitless
-from logitless.errors import value_error
+from logitless.errors import to_bytes, value_error
 from logitless.losses.base import LinearLoss
 from logitless.tools.cards import CARDS
 from logitless.tools.doctor import run_doctor
@@ -48,7 +47,6 @@ SIZES = {
     "reference_hidden_size": "H' of a reference that comes as hidden states and head; default: log-probs",
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 # Tensors of a file that get a gradient in a check.
 TRAINED = ("hidden", "weight", "bias")
 
@@ -90,7 +88,7 @@ def _add_estimate(commands: argparse._SubParsersAction) -> None:
     card = f"a GPU that need not be here: one of {', '.join(CARDS)}"
     made.add_argument("--card", choices=CARDS, metavar="CARD", help=card)
     memory = "of a GPU that need not be here, such as 80GiB; with --card, in the place of that card's own"
-    made.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
+    made.add_argument("--memory", metavar="SIZE", help=memory)
     frozen = "the head gets no gradient, and the hidden states alone do"
     made.add_argument("--frozen-head", action="store_true", help=frozen)
     _add_options(made)
@@ -130,14 +128,6 @@ def _option(text: str) -> tuple[str, object]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
-
-
-def _bytes(text: str) -> int:
-    """A size such as 80GiB in bytes."""
-    match = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", text)
-    if match is None or match[2] not in UNITS or match[1].count(".") > 1 or not match[1].strip("."):
-        raise argparse.ArgumentTypeError(f"expected a size in bytes, got {text!r}; write 80GiB.")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _loss_class(where: str) -> Callable[..., LinearLoss]:
@@ -208,11 +198,10 @@ def _estimate(options: dict[str, object]) -> int:
 
 
 def _activations(options: dict[str, object]) -> int:
-    from logitless.models.activation_plan import to_bytes
     from logitless.models.activation_table import activation_table
 
     budget = options.pop("budget")
-    number = None if budget is None else to_bytes(budget)
+    number = None if budget is None else to_bytes("--budget", budget)
     dtype = getattr(torch, options.pop("dtype"))
     table = activation_table(dtype=dtype, **options)
     print(table)

@@ -179,6 +179,9 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
             type(head).__name__,
             "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
         )
+    if _is_model(head):
+        remedy = "pass its LM head: head_of(model), from logitless.models"
+        raise type_error(argument, expected, f"the model {type(head).__name__}", remedy)
     cls, sharded = _own_class(type(head))
     package = cls.__module__.partition(".")[0]
     if package in CONVERTERS:
@@ -213,6 +216,12 @@ def _check_parametrizations(head: nn.Module, argument: str) -> None:
                 expected = "a head whose parametrizations have no buffers"
                 remedy = "use one without, such as parametrizations.weight_norm"
                 raise value_error(argument, expected, type(module).__name__, remedy)
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, also under PEFT or a wrapper such as DDP's."""
+    inner = getattr(module, "module", None)
+    return hasattr(module, "get_output_embeddings") or hasattr(inner, "get_output_embeddings")
 
 
 def defined(function: Callable) -> tuple[Callable, str]:

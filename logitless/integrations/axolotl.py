@@ -56,7 +56,7 @@ class LogitlessArgs(BaseModel):
     logitless: bool | None = Field(
         default=True, description="Compute the loss of labelled calls without full logits."
     )
-    logitless_budget: int | None = Field(
+    logitless_budget: int | str | None = Field(
         default=None, description="Bytes that a chunk of logits and its temporaries may take."
     )
     logitless_fused_layers: bool | None = Field(

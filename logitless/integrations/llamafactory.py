@@ -49,7 +49,7 @@ class LogitlessCallback(TrainerCallback):
         fused_layers: whether to fuse norms, rotary embeddings and gates too.
     """
 
-    def __init__(self, logits_budget: int | None = None, fused_layers: bool = False):
+    def __init__(self, logits_budget: int | str | None = None, fused_layers: bool = False):
         self.logits_budget = logits_budget
         self.fused_layers = fused_layers
         self.patch: Any = None

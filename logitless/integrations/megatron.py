@@ -137,6 +137,6 @@ def _check_options(output_layer: nn.Module, output_weight: Tensor | None, config
 
 
 @cache
-def _announce_once(logits_budget: int | None) -> None:
+def _announce_once(logits_budget: int | str | None) -> None:
     check_version("megatron")
     log_replacement("Megatron-core", "logits and cross-entropy of GPTModel", logits_budget)

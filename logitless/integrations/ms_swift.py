@@ -26,7 +26,7 @@ REQUIRED_VALUES = {
 }
 
 
-def register(name: str = "logitless", *, logits_budget: int | None = None) -> Callable[[], None]:
+def register(name: str = "logitless", *, logits_budget: int | str | None = None) -> Callable[[], None]:
     """Register the callback with ms-swift, for `--callbacks logitless`.
 
     Args:
@@ -64,7 +64,7 @@ class LogitlessCallback(TrainerCallback):
         ValueError: when training begins, if `check_trainer` refuses the trainer or its arguments.
     """
 
-    def __init__(self, args: Any, trainer: Any, *, logits_budget: int | None = None):
+    def __init__(self, args: Any, trainer: Any, *, logits_budget: int | str | None = None):
         self.trainer = trainer
         self.logits_budget = logits_budget
         self.undo: Callable[[], None] | None = None

@@ -33,7 +33,7 @@ class LogitlessCrossEntropy(ChunkedCrossEntropy):
     """
 
     def __init__(
-        self, ignore_index: int = -100, reduction: str = "sum", logits_budget: int | None = None
+        self, ignore_index: int = -100, reduction: str = "sum", logits_budget: int | str | None = None
     ) -> None:
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         check_version("nemo_automodel")

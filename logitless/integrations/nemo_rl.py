@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOGPROBS_FUNCTION = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
 
 
-def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
+def patch(*, logits_budget: int | str | None = None) -> Callable[[], None]:
     """Replace `from_parallel_hidden_states_to_logprobs` of NeMo-RL in this process.
 
     Args:
@@ -54,7 +54,7 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: "ProcessGroup | None" = None,
     chunk_size: int | None = None,
     *,
-    logits_budget: int | None = None,
+    logits_budget: int | str | None = None,
 ) -> Tensor:
     """The log-probability of each next token.
 

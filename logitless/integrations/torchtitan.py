@@ -38,7 +38,7 @@ class LogitlessLoss(torchtitan_loss.ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan_loss.ChunkedLossWrapper.Config):
-        logits_budget: int | None = None
+        logits_budget: int | str | None = None
         """Bytes that a chunk of logits and its temporaries may take; default the library's."""
         compact: bool = False
         """Whether to exclude ignored tokens from the products with the head. This needs a host sync, which is

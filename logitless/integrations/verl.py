@@ -34,7 +34,7 @@ FSDP_FUNCTION = "verl.utils.experimental.torch_functional:FusedLinearForPPO.forw
 MEGATRON_FUNCTION = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
 
 
-def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
+def patch(*, logits_budget: int | str | None = None) -> Callable[[], None]:
     """Replace both functions of verl in this process.
 
     Args:
@@ -80,7 +80,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: "ProcessGroup | None" = None,
     *,
-    logits_budget: int | None = None,
+    logits_budget: int | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`verl.utils.kernel.linear_cross_entropy`: log-probabilities and entropy, both differentiable.
 

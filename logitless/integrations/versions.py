@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from logitless.errors import message, warn
+from logitless.errors import message, to_bytes, warn
 from logitless.integrations import FRAMEWORKS
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def replace_function(package: str, owner: ModuleType, name: str, replacement: An
 def log_replacement(
     framework: str,
     replaced: str,
-    logits_budget: int | None = None,
+    logits_budget: int | str | None = None,
     *,
     logger: logging.Logger = logger,
 ) -> None:
@@ -133,10 +133,12 @@ def log_replacement(
     Args:
         framework: its name, as users write it.
         replaced: what was replaced in it.
-        logits_budget: in bytes; None for the default.
+        logits_budget: bytes, or text such as "2GiB"; None for the default.
         logger: default the one of this module.
     """
-    budget = "the default" if logits_budget is None else f"{logits_budget / 2**30:.3g} GiB"
+    budget = "the default"
+    if logits_budget is not None:
+        budget = f"{to_bytes('logits_budget', logits_budget) / 2**30:.3g} GiB"
     logger.info("logitless: %s's %s replaced, logits_budget %s", framework, replaced, budget)
 
 

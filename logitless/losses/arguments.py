@@ -2,11 +2,10 @@
 checks of their names and types.
 """
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +15,9 @@ from logitless.engine.operands import MASKS, SplitHead, check_data
 from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.spec import LossSpec
-from logitless.errors import message, type_error, warn
+from logitless.errors import meant, message, type_error, warn
+
+Called = TypeVar("Called", bound=Callable)
 
 
 @dataclass
@@ -158,11 +159,15 @@ class CheckedCall:
     structured_inputs: ClassVar[tuple[str, ...]] = ()
     # Keyword arguments of the call, derived from the signatures of `__call__` and from the declared inputs.
     keywords: ClassVar[tuple[str, ...]] = ()
+    # Whether a call needs `targets`.
+    needs_targets: ClassVar[bool] = True
     # Remedies for unknown keyword arguments. A key is the full name, or the part before the first underscore.
     remedies: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
+        if inspect.isfunction(vars(cls).get("__call__")):
+            accept_missing_targets(cls.__call__)
         cls.keywords = call_keywords(cls)
 
     def check_call(self, given: Iterable[str], **tensors: object) -> None:
@@ -172,22 +177,38 @@ class CheckedCall:
             taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
             name = unknown[0]
             remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
-            remedy = remedy or meant(name, self.keywords)
+            remedy = remedy or meant(name, self.keywords, "leave it out")
             raise type_error("inputs", taken, ", ".join(unknown), remedy)
         for name, x in tensors.items():
-            if x is not None and not isinstance(x, Tensor):
+            if isinstance(x, Tensor):
+                if x.is_meta:
+                    check_data(**{name: x})
+            elif x is not None:
+                remedy = self._remedy(name) if isinstance(x, (tuple, list)) else None
+                if name.endswith("logps") and hasattr(type(x), "logps"):  # the result of `linear_logprobs`
+                    remedy = "pass its .logps.detach()"
+                elif name.endswith("hidden"):
+                    remedy = remedy or ALONE
                 raise type_error(
-                    name,
-                    "a tensor",
-                    type(x).__name__,
-                    (isinstance(x, (tuple, list)) and self._remedy(name))
-                    or (ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"),
+                    name, "a tensor", type(x).__name__, remedy or f"pass torch.as_tensor({name})"
                 )
-            if x is not None and x.is_meta:
-                check_data(**{name: x})
+            elif name == "targets" and self.needs_targets:
+                raise type_error(name, "a tensor of token ids", None, "pass the labels as targets")
 
     def _remedy(self, name: str) -> str | None:
         return self.remedies.get(name) or self.remedies.get(name.partition("_")[0])
+
+
+def accept_missing_targets(function: Called) -> Called:
+    """Make the last positional argument, `targets`, None if it is missing, and return the function.
+
+    The function then sees the other names of a call such as loss(hidden, weight, labels=labels), and says
+    which name is meant. Type checkers still require the argument.
+    """
+    code = function.__code__
+    if function.__defaults__ is None and code.co_varnames[: code.co_argcount][-1:] == ("targets",):
+        function.__defaults__ = (None,)
+    return function
 
 
 def call_keywords(cls: type) -> tuple[str, ...]:
@@ -224,7 +245,8 @@ def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tup
             "options",
             f"any of {', '.join(allowed)}",
             ", ".join(unknown),
-            synonym(unknown[0], (*allowed, *arguments)) or meant(unknown[0], (*allowed, *arguments)),
+            synonym(unknown[0], (*allowed, *arguments))
+            or meant(unknown[0], (*allowed, *arguments), "leave it out"),
         )
 
 
@@ -234,9 +256,3 @@ def synonym(name: str, allowed: Iterable[str]) -> str:
         return ""
     argument, taken, refused = SYNONYMS[name]
     return taken if argument in allowed else refused
-
-
-def meant(name: str, choices: Iterable[str]) -> str:
-    """The remedy for a misspelled name: the most similar name in `choices`."""
-    close = difflib.get_close_matches(name, choices, n=1)
-    return f"perhaps {close[0]} is meant" if close else "leave it out"

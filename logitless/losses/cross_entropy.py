@@ -10,7 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import value_error
-from logitless.losses.arguments import CallArguments, check_options
+from logitless.losses.arguments import CallArguments, accept_missing_targets, check_options
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
@@ -149,6 +149,7 @@ OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
 ARGUMENTS = ("targets", "bias", "class_weights", "token_weights", "shift", "mask", "num_items")
 
 
+@accept_missing_targets
 def linear_cross_entropy(
     hidden: Tensor,
     weight: HeadWeight,

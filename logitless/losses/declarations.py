@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -13,7 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from logitless.errors import check_number, type_error, value_error
+from logitless.errors import check_number, meant, type_error, value_error
+from logitless.losses.arguments import SYNONYMS, synonym
 
 _CHECKED: WeakSet[type] = WeakSet()
 
@@ -53,6 +54,29 @@ def check_class(cls: type, base: type) -> None:
                     "decorate the class",
                 )
     _CHECKED.add(cls)
+
+
+def check_constructor(cls: type, positional: Sequence, options: Mapping) -> None:
+    """Raise TypeError unless the constructor of a loss takes these arguments.
+
+    Called only if an argument is not a field by name: a user may have written another constructor.
+    """
+    with suppress(TypeError):
+        inspect.signature(cls.__init__).bind(None, *positional, **options)
+        return
+    name = cls.__name__
+    if positional:
+        remedy = f"pass tensors to the call: {name}()(hidden, weight, targets)"
+        raise type_error(name, "options by name", f"{len(positional)} positional arguments", remedy)
+    names = [field.name for field in fields(cls)]
+    unknown = [option for option in options if option not in names]
+    remedy = meant(unknown[0], names, "leave it out")
+    tensors = ("hidden", "weight", "targets", *cls.keywords)
+    if unknown[0] in tensors:
+        remedy = "pass it to the call of the loss"
+    elif unknown[0] in SYNONYMS:
+        remedy = f"{synonym(unknown[0], tensors)}, to the call of the loss"
+    raise type_error("options", f"fields of {name} ({', '.join(names)})", ", ".join(unknown), remedy)
 
 
 def check_statistics(cls: type, differentiates: object, observes: object) -> None:
@@ -166,16 +190,18 @@ def check_fields(loss) -> None:
     """
     for field in fields(loss):
         if _holds_tensor(getattr(loss, field.name)):
-            raise type_error(
-                field.name,
-                "a constant as a field",
-                "a tensor",
-                f"declare {field.name!r} in shared_inputs and pass it to the call",
-            )
+            name = field.name
+            remedy = f"declare {name!r} in shared_inputs and pass it to the call"
+            if name == "temperature":
+                remedy = "pass a number; or, for a head without bias and softcap, divide hidden by it, with "
+                remedy += "temperature=1.0"
+            elif name in dict(loss.numeric):
+                remedy = f"pass a number, such as {name}.item(), or {remedy}"
+            raise type_error(name, "a constant as a field", "a tensor", remedy)
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
     budget = loss.logits_budget
-    remedy = "leave it None for the default; 1 GiB is 2**30"
+    remedy = 'leave it None for the default, or write "1GiB"'
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool)):
         raise type_error("logits_budget", "a whole number of bytes or None", repr(budget), remedy)
     check_numbers(loss)

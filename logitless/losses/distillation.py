@@ -115,6 +115,7 @@ class DistillationLoss(LogitsLoss):
     k: int | None = None
     shared_vocabulary: int | None = None
 
+    needs_targets: ClassVar = False
     teacher: ClassVar = True
     vocab_parallel: ClassVar = True
     token_inputs: ClassVar = ("labels",)

@@ -18,6 +18,7 @@ from logitless.losses.dpo_types import (
     DIVERGENCES,
     DPO_LOSSES,
     DPO_TYPES,
+    OTHER_NAMES,
     SORTED,
     DPOType,
     FDivergence,
@@ -111,7 +112,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         if not names:
             raise value_error("loss_type", "at least one name", names, f"choose from {', '.join(DPO_TYPES)}")
         for name in names:
-            check_choice("loss_type", name, DPO_TYPES)
+            check_choice("loss_type", name, DPO_TYPES, OTHER_NAMES)
         weights = (1.0,) * len(names) if self.loss_weights is None else self.loss_weights
         object.__setattr__(self, "loss_type", names)
         object.__setattr__(self, "loss_weights", tuple(weights) if isinstance(weights, list) else weights)

@@ -27,6 +27,14 @@ DPOType = Literal[
     "sigmoid_norm",
     "sft",
 ]
+# Remedies for names that are not loss types.
+OTHER_NAMES = {
+    "dpo": "DPO is 'sigmoid'",
+    "simpo": "take SimPOLoss",
+    "orpo": "take ORPOLoss",
+    "cpo": "take CPOLoss",
+    "kto": "take KTOLoss",
+}
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 

@@ -13,7 +13,16 @@ from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
 from logitless.losses.base import LossOutput
-from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
+from logitless.losses.grpo_types import (
+    FLAGS,
+    LEVELS,
+    OTHER_NAMES,
+    PER_SEQUENCE,
+    SURROGATES,
+    GRPOType,
+    by_sign,
+    clipped,
+)
 from logitless.losses.inputs import HeadWeight, RolloutInputs
 from logitless.losses.numerics import LARGEST, bounded_exp
 from logitless.losses.policy import ClippedLoss
@@ -139,7 +148,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     internal_inputs: ClassVar = ("log_importance", "unit_weights", "flag_weights", "entropy_weight")
 
     def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, SURROGATES)
+        check_choice("loss_type", self.loss_type, SURROGATES, OTHER_NAMES)
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         super().__post_init__()
         if self.loss_type == "cispo" and self.epsilon_high is None:

@@ -63,6 +63,13 @@ SURROGATES: Mapping[str, Callable] = {
     "luspo": clipped,
     "vespo": vespo,
 }
+# Remedies for names that are not loss types.
+OTHER_NAMES = {
+    "gspo": "GSPO is importance_sampling_level='sequence' with loss_type='grpo'",
+    "ppo": "take PPOLoss",
+    "rloo": "take RLOOLoss",
+    "reinforce": "take REINFORCELoss",
+}
 FLAGS = {
     clipped: ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
     cispo: ("cispo_clip_ratio",),

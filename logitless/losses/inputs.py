@@ -55,7 +55,7 @@ class HeadOptions(TypedDict, total=False):
     softcap: float | None
     logit_scale: float
     temperature: float
-    logits_budget: int | None
+    logits_budget: int | str | None
     accum_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None
     compact: bool

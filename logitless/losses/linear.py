@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from logitless.engine.sampling_mask import STATISTICS_OF_SETS, AlignedMask, Samp
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
-from logitless.errors import check_choice, type_error, value_error
+from logitless.errors import check_choice, to_bytes, type_error, value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
 from logitless.losses.arguments import SHARED, CallArguments, CheckedCall, warn_of_zeros
 from logitless.losses.declarations import (
     NumericField,
     check_class,
+    check_constructor,
     check_fields,
     check_statistics,
     identity_of,
@@ -58,9 +59,9 @@ class LinearLoss(CheckedCall):
         softcap: c in logits = c * tanh(logit_scale * (h·w + b) / c) / temperature. None: no softcap.
         logit_scale: factor of h·w + b.
         temperature: divisor of the logits, applied after the softcap.
-        logits_budget: maximum number of bytes for a chunk of logits and its temporaries. Default: 2.5 GiB on
-            GPUs with at least 60 GiB, the smaller of 1 GiB and 1/32 of the memory on other GPUs, 256 MiB on
-            CPUs.
+        logits_budget: maximum number of bytes for a chunk of logits and its temporaries, or text such as
+            "2GiB". Default: 2.5 GiB on GPUs with at least 60 GiB, the smaller of 1 GiB and 1/32 of the memory
+            on other GPUs, 256 MiB on CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 (fp64 for fp64 operands)
             if there are several chunks or several heads, under torch.compile, and in fp16; else the dtype of
             the operands. With accumulate_into, it must be None or the dtype of the main gradient.
@@ -98,7 +99,7 @@ class LinearLoss(CheckedCall):
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0
-    logits_budget: int | None = None
+    logits_budget: int | str | None = None
     accum_dtype: torch.dtype | None = None
     logits_dtype: torch.dtype | None = None
     compact: bool = True
@@ -176,7 +177,14 @@ class LinearLoss(CheckedCall):
         if complete:
             check_statistics(cls, cls.differentiates, cls.observes)
 
+    def __new__(cls, *positional: Any, **options: Any) -> Self:
+        if positional or not options.keys() <= cls.__dataclass_fields__.keys():
+            check_constructor(cls, positional, options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if isinstance(self.logits_budget, str):
+            object.__setattr__(self, "logits_budget", to_bytes("logits_budget", self.logits_budget))
         check_class(type(self), LinearLoss)
         check_statistics(type(self), self.differentiates, self.observes)
         check_fields(self)
@@ -356,7 +364,8 @@ class LinearLoss(CheckedCall):
         else:
             value, metrics, tokens, plan = run_calls([head_call], mode, call.accumulate_into, call.grad_scale)
             metrics = metrics[0, 1:]
-        warn_of_zeros(call.mask, loss, plan)
+        if call.mask is not None:
+            warn_of_zeros(call.mask, loss, plan)
         if tokens:
             tokens = aligned(tokens, head_call.targets, call.targets.shape, loss.ignore_index)
         named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))

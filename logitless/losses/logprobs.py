@@ -13,7 +13,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
-from logitless.losses.arguments import check_options
+from logitless.losses.arguments import accept_missing_targets, check_options
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
@@ -129,6 +129,7 @@ def linear_logprobs(
     entropy: bool | Literal["metric"],
     **options: Unpack[LogprobsOptions],
 ) -> TokenLogprobs[Tensor | None]: ...
+@accept_missing_targets
 def linear_logprobs(
     hidden: Tensor,
     weight: HeadWeight,

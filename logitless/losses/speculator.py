@@ -134,6 +134,7 @@ class SpeculatorLoss(LogitsLoss):
     drop_outside: bool = False
 
     objective: ClassVar[type] = SpeculatorObjective
+    needs_targets: ClassVar = False
     teacher: ClassVar = True
     teacher_rows: ClassVar = "teacher_rows"
     vocab_parallel: ClassVar = True

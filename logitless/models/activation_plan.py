@@ -1,42 +1,11 @@
 """The activation plan: which level each decoder layer gets, from counted bytes and a budget."""
 
 import math
-import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from logitless.errors import type_error, value_error
-
 LEVELS = ("full", "cheap", "keep")
-UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for unit, base in (("b", 1000), ("ib", 1024))
-}
-
-
-def to_bytes(activation_budget: int | str) -> int:
-    """Convert a budget to bytes: an int, or text such as "12GiB", "12GB" or "1.5 GiB".
-
-    Raises:
-        TypeError: the budget is neither an int nor text.
-        ValueError: the text has another form, or the budget is not positive.
-    """
-    expected = "a positive number of bytes"
-    remedy = 'write "12GiB", or pass the bytes as an int'
-    budget = activation_budget
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
-        unit = UNITS.get(match[2].lower()) if match else None
-        if unit is None:
-            raise value_error("activation_budget", expected, repr(activation_budget), remedy)
-        budget = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if not isinstance(budget, int) or isinstance(budget, bool):
-        raise type_error("activation_budget", expected, repr(activation_budget), remedy)
-    if budget <= 0:
-        raise value_error("activation_budget", expected, repr(activation_budget), remedy)
-    return budget
 
 
 def format_bytes(nbytes: int) -> str:

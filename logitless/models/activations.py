@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import type_error, value_error, warn
+from logitless.errors import to_bytes, type_error, value_error, warn
 from logitless.exchange import exchange, state_of
 from logitless.layers.fused_forwards import KEY as FUSED
 from logitless.models.activation_plan import (
@@ -28,7 +28,6 @@ from logitless.models.activation_plan import (
     Counts,
     choose_levels,
     format_bytes,
-    to_bytes,
 )
 from logitless.models.heads import base_of
 from logitless.models.saved_tensors import (
@@ -418,7 +417,7 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> FitHandle
         print(fitted.last_plan.describe())
         fitted()
     """
-    budget = to_bytes(activation_budget)
+    budget = to_bytes("activation_budget", activation_budget)
     if not isinstance(model, nn.Module):
         raise type_error("model", "a module", type(model).__name__, "pass a model")
     base = base_of(model)

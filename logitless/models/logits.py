@@ -40,7 +40,7 @@ class Deferral:
     was_called: bool = False  # whether the head was called since `is_enabled` was set
     is_checked: bool = False  # whether the head's output was compared with the product by its parameters
     checked_forward: Callable | None = None  # the `forward` on the instance of the head in that comparison
-    logits_budget: int | None = None
+    logits_budget: int | str | None = None
     needs_cross_entropy: bool = True  # whether to compute the cross-entropy; if not, it is 0
     last_plan: Plan | None = None
 
@@ -72,7 +72,7 @@ def deferring_head(head: nn.Module, deferral: Deferral) -> AbstractContextManage
 @contextmanager
 def defer_logits(
     model: nn.Module,
-    logits_budget: int | None = None,
+    logits_budget: int | str | None = None,
     *,
     unverified: bool = False,
     needs_cross_entropy: bool = True,

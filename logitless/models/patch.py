@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
-from logitless.errors import value_error, warn
+from logitless.errors import to_bytes, value_error, warn
 from logitless.exchange import exchange, exchanged, instance_forward, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import (
@@ -53,7 +53,7 @@ class Patch:
     """
 
     model: nn.Module
-    logits_budget: int | None
+    logits_budget: int | str | None
     unverified: bool
     labels_position: int | None  # position of `labels` among the arguments; None if given by name alone
     options: dict[str, Any]  # with which the forward pass returns a `ModelOutput`, if it takes any
@@ -76,7 +76,9 @@ class Patch:
             remove_deferral(self.model)
 
 
-def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverified: bool = False) -> Patch:
+def patch_model(
+    model: nn.Module, *, logits_budget: int | str | None = None, unverified: bool = False
+) -> Patch:
     """Make `model(..., labels=labels)` compute its loss without the full logits.
 
     The model's own forward pass runs; its LM head returns an object that holds the hidden states. Therefore
@@ -108,7 +110,8 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     if backbone is not patch.model:
         exchange(backbone, KEY, _backbone_forward, patch)
     deferral_of(patch.model, patch.deferral)
-    budget = "the device's default" if logits_budget is None else f"{logits_budget / 2**20:,.1f} MiB"
+    size = patch.logits_budget
+    budget = "the device's default" if size is None else f"{size / 2**20:,.1f} MiB"
     name = type(patch.model).__name__
     logger.info(
         "%s: patch_model: loss without full logits, logits_budget %s, %s", name, budget, patch.checked
@@ -116,8 +119,10 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     return patch
 
 
-def make_patch(model: nn.Module, logits_budget: int | None, *, unverified: bool = False) -> Patch:
+def make_patch(model: nn.Module, logits_budget: int | str | None, *, unverified: bool = False) -> Patch:
     """Check a model and return its `Patch`, not yet applied. Raises as `patch_model` does."""
+    if logits_budget is not None:
+        logits_budget = to_bytes("logits_budget", logits_budget)
     base = base_of(model)
     head = find_head(base)
     remedy = "pass a model of AutoModelForCausalLM"

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from logitless.errors import check_choice, value_error
+from logitless.errors import check_choice, to_bytes, value_error
 
 GIB = 2**30
 
@@ -44,8 +44,8 @@ CARDS = {
 }
 
 
-def find_card(card: str | None, memory: int | None) -> Card | None:
-    """Return the card with a name, a memory in bytes, or both; None if neither is passed.
+def find_card(card: str | None, memory: int | str | None) -> Card | None:
+    """Return the card with a name, a memory in bytes or text, or both; None if neither is passed.
 
     A card without a name runs the portable Triton kernels, and none that is specific to a generation.
 
@@ -56,7 +56,8 @@ def find_card(card: str | None, memory: int | None) -> Card | None:
         check_choice("card", card, CARDS)
     if memory is None:
         return None if card is None else CARDS[card]
+    memory = to_bytes("memory", memory)
     if memory < GIB:
-        remedy = "pass bytes, such as 80 * 2**30, or 80GiB on the command line"
+        remedy = "pass bytes, or text such as 80GiB"
         raise value_error("memory", "at least 1 GiB in bytes", memory, remedy)
     return Card("GPU", memory, 0) if card is None else CARDS[card]._replace(memory=memory)

@@ -101,7 +101,7 @@ def estimate(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     card: str | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     sequences: int | None = None,
     frozen_head: bool = False,
     heads: int | None = None,
@@ -128,8 +128,9 @@ def estimate(
         device: device of this machine on which the call would run; default the GPU, if there is one.
         card: name of a GPU in `logitless.tools.cards.CARDS`, such as "h100-80", which need not be in this
             machine: plan for its memory and for the kernels that it runs.
-        memory: memory in bytes of a GPU that need not be in this machine. Without `card`, the GPU runs only
-            the portable Triton kernels. A few percent of a card's nominal memory are not available.
+        memory: memory of a GPU that need not be in this machine, in bytes or as text such as "80GiB". Without
+            `card`, the GPU runs only the portable Triton kernels. A few percent of a card's nominal memory
+            are not available.
         sequences: number of sequences, all of equal length. Default: the loss's `sequences_per_group` (2 for
             preference pairs), else 1. For sequences of different lengths pass `cu_seqlens`.
         frozen_head: whether the head requires no gradient, so that only hidden does.

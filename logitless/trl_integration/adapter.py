@@ -109,7 +109,7 @@ class Adapter:
 class ChunkedLoss:
     """The chunked loss of one trainer, while it is switched on."""
 
-    def __init__(self, trainer: Any, adapter: Adapter, logits_budget: int | None):
+    def __init__(self, trainer: Any, adapter: Adapter, logits_budget: int | str | None):
         self.trainer = trainer
         self.adapter = adapter
         self.logits_budget = logits_budget
@@ -379,7 +379,7 @@ def _restore(trainer: Any, name: str, ours: Any, previous: Any) -> None:
         trainer.__dict__[name] = previous
 
 
-def enable(trainer: Any, adapter: Adapter, logits_budget: int | None) -> Callable[[], None]:
+def enable(trainer: Any, adapter: Adapter, logits_budget: int | str | None) -> Callable[[], None]:
     """Switch the chunked loss on in a trainer; returns a function that switches it off again.
 
     Raises:

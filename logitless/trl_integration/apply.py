@@ -23,7 +23,7 @@ def apply_to(
     *,
     use_chunked_loss: bool = True,
     use_fused_layers: bool = False,
-    logits_budget: int | None = None,
+    logits_budget: int | str | None = None,
     activation_budget: int | str | None = None,
 ) -> Callable[[], None]:
     """Switch on the chunked loss, fused layers or an activation budget in an existing trainer.
@@ -72,7 +72,7 @@ def apply_to(
             expected = f"one without the {attribute.replace('_', ' ')}"
             got = f"a {trainer_name} that has it"
             raise value_error("trainer", expected, got, "leave apply_to out")
-    check_budget(logits_budget, use_chunked_loss)
+    logits_budget = check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
     return switch_on(
         trainer, adapter, logits_budget, fuse=use_fused_layers, activation_budget=activation_budget

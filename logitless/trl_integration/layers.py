@@ -62,7 +62,7 @@ class FusedLayersLogger(TrainerCallback):
 def switch_on(
     trainer: Any,
     adapter: Adapter | None,
-    logits_budget: int | None,
+    logits_budget: int | str | None,
     *,
     fuse: bool,
     activation_budget: int | str | None = None,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from logitless import CrossEntropyLoss
-from logitless.errors import value_error
-from logitless.models.activation_plan import to_bytes
+from logitless.errors import to_bytes, value_error
 
 from . import deferred, distillation, per_token
 from .adapter import LIGER_LOSS, Adapter, swap_attributes
@@ -31,7 +30,7 @@ class ChunkedLossConfigMixin:
     """Adds `use_chunked_loss`, `use_fused_layers`, `logits_budget` and `activation_budget` to a TRL config.
 
     Raises:
-        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or set with
+        TypeError, ValueError: `logits_budget` is no positive number of bytes, or set with
             `use_chunked_loss=False`; `activation_budget` is no positive number of bytes.
         ValueError: the config, with an option set, is passed to a trainer that would ignore it.
     """
@@ -40,11 +39,11 @@ class ChunkedLossConfigMixin:
     use_fused_layers: bool = field(
         default=False, metadata={"help": "Fuse norms, rotary embeddings and gates of the trainer's models."}
     )
-    logits_budget: int | None = field(
-        default=None, metadata={"help": "Bytes that the logits alive at one time may take."}
-    )
 
     # An int is accepted too, but transformers' argument parser allows one type besides None.
+    logits_budget: str | None = field(
+        default=None, metadata={"help": "Bytes that the logits alive at one time may take, such as 2GiB."}
+    )
     activation_budget: str | None = field(
         default=None,
         metadata={"help": "Bytes that decoder layers may keep between forward and backward, such as 12GiB."},
@@ -55,9 +54,9 @@ class ChunkedLossConfigMixin:
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget(self.logits_budget, self.use_chunked_loss)
+        self.logits_budget = check_budget(self.logits_budget, self.use_chunked_loss)
         if self.activation_budget is not None:
-            to_bytes(self.activation_budget)
+            to_bytes("activation_budget", self.activation_budget)
 
     @property
     def _options(self) -> list[str]:
@@ -80,12 +79,16 @@ class ChunkedLossConfigMixin:
         return super().place_model_on_device
 
 
-def check_budget(logits_budget: Any, use_chunked_loss: bool) -> None:
-    """Raise TypeError or ValueError for an invalid budget, or for one without the chunked loss."""
-    CrossEntropyLoss(logits_budget=logits_budget)  # raises for an invalid budget
+def check_budget(logits_budget: Any, use_chunked_loss: bool) -> Any:
+    """Return the budget in bytes, or None.
+
+    Raise TypeError or ValueError for an invalid budget, or for one without the chunked loss.
+    """
+    loss = CrossEntropyLoss(logits_budget=logits_budget)  # raises for an invalid budget
     if logits_budget is not None and not use_chunked_loss:
         remedy = "set use_chunked_loss=True"
         raise value_error("logits_budget", "None with use_chunked_loss=False", logits_budget, remedy)
+    return loss.logits_budget
 
 
 class ChunkedLossTrainerMixin:

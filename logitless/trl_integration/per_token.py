@@ -308,7 +308,7 @@ def make_sft_fields(chunked: ChunkedLoss) -> ComputeFields:
 
 
 @functools.lru_cache(maxsize=16)
-def _make_sum_loss(options: SumOptions, logits_budget: int | None) -> CrossEntropyLoss:
+def _make_sum_loss(options: SumOptions, logits_budget: int | str | None) -> CrossEntropyLoss:
     return CrossEntropyLoss(**options._asdict(), reduction="sum", logits_budget=logits_budget)
 
 

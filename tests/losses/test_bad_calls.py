@@ -318,6 +318,86 @@ def test_cispo_without_its_bound():
     assert GRPOLoss(loss_type="cispo", epsilon_high=5.0).upper == 5.0
 
 
+# -- constructors and missing targets
+
+ALL_THREE = numbers(B, T, H), numbers(V, H), integers(B, T)
+# A wrong construction or call, and the message.
+MISNAMED = [
+    (
+        lambda: CrossEntropyLoss(label_smooth=0.1),
+        "options: .*got label_smooth; perhaps label_smoothing is me",
+    ),
+    (lambda: GRPOLoss(entropy_bonus=0.1), "options: .*got entropy_bonus; perhaps entropy_coef is meant"),
+    (lambda: Own(gamma=1.0), r"options: expected fields of Own \(ignore_index, .*got gamma; leave it out"),
+    (lambda: CrossEntropyLoss(mask=BOOLEANS), "options: .*got mask; pass it to the call of the loss"),
+    (lambda: CrossEntropyLoss(ce_weight=1), ".*got ce_weight; pass it as class_weights, to the call of the"),
+    (
+        lambda: CrossEntropyLoss(*ALL_THREE),
+        "CrossEntropyLoss: expected options by name, got 3 positional arguments; "
+        r"pass tensors to the call: CrossEntropyLoss\(\)\(hidden, weight, targets\)",
+    ),
+    (
+        lambda: GRPOLoss(loss_type="gspo"),
+        "loss_type: .*'gspo'; GSPO is importance_sampling_level='sequence' ",
+    ),
+    (lambda: GRPOLoss(loss_type="drgrpo"), "loss_type: .*got 'drgrpo'; perhaps dr_grpo is meant"),
+    (lambda: DPOLoss(loss_type="simpo"), "loss_type: .*got 'simpo'; take SimPOLoss"),
+    (lambda: CrossEntropyLoss(reduction="average"), "reduction: .*got 'average'; pick one of these"),
+    (
+        lambda: CrossEntropyLoss(temperature=torch.tensor(2.0)),
+        "temperature: expected a constant as a field, got a tensor; pass a number; or, .* divide hidden by",
+    ),
+    (lambda: DPOLoss(beta=torch.tensor(0.1)), "beta: .*got a tensor; pass a number, such as beta.item"),
+    (lambda: CrossEntropyLoss()(*ALL_THREE[:2], labels=ONES), "inputs: .*got labels; pass them as targets"),
+    (lambda: ORPOLoss()(*ALL_THREE[:2], labels=ONES), "inputs: .*got labels; pass them as targets"),
+    (
+        lambda: linear_cross_entropy(*ALL_THREE[:2], labels=ONES),
+        "options: .*got labels; pass them as targets",
+    ),
+    (lambda: linear_logprobs(*ALL_THREE[:2], labels=ONES), "options: .*got labels; pass them as targets"),
+    (
+        lambda: linear_logprobs(*ALL_THREE[:2]),
+        "targets: expected a tensor of token ids, got None; pass the l",
+    ),
+    (
+        lambda: DPOLoss()(*ALL_THREE, ref_logps=linear_logprobs(*ALL_THREE)),
+        r"ref_logps: expected a tensor, got TokenLogprobs; pass its \.logps\.detach\(\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), MISNAMED, ids=[message[:50] for _, message in MISNAMED])
+def test_names_that_are_meant(wrong, message):
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        wrong()
+
+
+@every_loss
+def test_a_call_without_targets(kind):
+    if kind.needs_targets:
+        message = "targets: expected a tensor of token ids, got None; pass the labels as targets"
+        refused(lambda: call(kind, targets=None), message)
+
+
+def test_a_budget_as_text():
+    loss = CrossEntropyLoss(logits_budget="1.5 GiB")
+    assert loss.logits_budget == 3 * 2**29 and loss == CrossEntropyLoss(logits_budget=3 * 2**29)
+    assert linear_cross_entropy(*ALL_THREE, logits_budget="1kB") == linear_cross_entropy(*ALL_THREE)
+    message = r"^logits_budget: expected a positive number of bytes, got '1.5 gigs'; write \"12GiB\""
+    refused(lambda: CrossEntropyLoss(logits_budget="1.5 gigs"), message)
+
+
+def test_a_constructor_of_the_users():
+    @dataclass(frozen=True, kw_only=True)
+    class Scaled(Own):
+        gamma: float = 1.0
+
+        def __init__(self, scale: float):
+            super().__init__(temperature=scale)
+
+    assert Scaled(2.0).temperature == 2.0 and Scaled(scale=2.0).temperature == 2.0
+
+
 # -- targets that are no ids
 
 
@@ -419,7 +499,7 @@ OPERANDS = {
     "bias on another device": ("bias: ", {"bias": numbers(V).to("meta")}),
     "negative budget": ("logits_budget: ", {"logits_budget": -1}),
     "no budget": ("logits_budget: ", {"logits_budget": 0}),
-    "budget in words": ("logits_budget: ", {"logits_budget": "1GB"}),
+    "budget in words": ("logits_budget: ", {"logits_budget": "one GB"}),
     "softcap 0": ("softcap: ", {"softcap": 0.0}),
     "softcap negative": ("softcap: ", {"softcap": -5.0}),
     "temperature 0": ("temperature: ", {"temperature": 0.0}),

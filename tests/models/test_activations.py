@@ -22,8 +22,9 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from logitless.errors import to_bytes
 from logitless.models import activations, fit_activations, fuse_layers
-from logitless.models.activation_plan import Batch, Counts, choose_levels, to_bytes
+from logitless.models.activation_plan import Batch, Counts, choose_levels
 from tests.layers.tiny import SIZES, Step, step, tiny
 
 PLENTY = 10**9
@@ -465,8 +466,8 @@ def test_texts_of_budgets():
         "3kB": 3000,
         "2 MiB": 2**21,
     }
-    assert {text: to_bytes(text) for text in texts} == texts
-    assert to_bytes("9007199254740993") == 9007199254740993
+    assert {text: to_bytes("budget", text) for text in texts} == texts
+    assert to_bytes("budget", "9007199254740993") == 9007199254740993
 
 
 def test_a_budget_below_the_inputs():

@@ -356,6 +356,22 @@ def foreign(package):
     return type("QuantLinear", (nn.Linear,), {"__module__": f"{package}.nn", "forward": forward})(H, V)
 
 
+@pytest.mark.parametrize("wrapped", ["plain", "peft", "ddp"])
+def test_a_model_in_the_place_of_its_head(wrapped):
+    model = tiny_model()
+    hidden, labels = random(2, 3, model.config.hidden_size).float(), torch.ones(2, 3, dtype=torch.int64)
+    if wrapped == "peft":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    elif wrapped == "ddp":
+        model, model.module = torch.nn.Module(), model
+    with pytest.raises(
+        TypeError, match=r"^weight: expected .*, got the model \w+; pass its LM head: head_of"
+    ):
+        linear_cross_entropy(hidden, model, labels)
+    if wrapped != "ddp":
+        assert linear_cross_entropy(hidden, head_of(model), labels).isfinite()
+
+
 @pytest.mark.parametrize(
     "made, message",
     [

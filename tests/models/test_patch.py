@@ -38,6 +38,12 @@ def same_as_stock(model, **inputs):
 def test_patch_tells_what_it_did(caplog):
     model = tiny_model()
     with caplog.at_level("INFO", logger="logitless"):
+        patch_model(model, logits_budget="1.5MiB")()
+        with pytest.raises(
+            ValueError, match="^logits_budget: expected a positive number of bytes, got '1 gig'"
+        ):
+            patch_model(model, logits_budget="1 gig")
+        assert "logits_budget 1.5 MiB, " in caplog.records.pop().getMessage()
         patch = patch_model(model)
     assert patch.checked == "checked at attach" and patch.last_plan is None
     line = "LlamaForCausalLM: patch_model: loss without full logits, logits_budget the device's default, "

@@ -345,12 +345,15 @@ def test_estimate_on_the_command_line(capsys):
     assert main(["estimate", "DPOLoss", *SIZED[:-2], *on_card]) == 0
     given = SIZES | {"device": None, "card": "a100-80", "memory": 40 * 2**30}
     assert capsys.readouterr().out == f"{logitless.estimate(DPOLoss(), **given)}\n"
+    assert logitless.estimate(DPOLoss(), **given | {"memory": "40GiB"}) == logitless.estimate(
+        DPOLoss(logits_budget="1 GiB"), **given
+    )
     for wrong, told in (
         (["--sequences", "3"], "multiple of 3"),
         (["--set", "bta=1"], "bta"),
         (["--set", "x"], "NAME"),
         (["--memory", "80GB"], "None beside card or memory"),
-        (["--memory", "80Gigs"], "expected a size in bytes, got '80Gigs'; write 80GiB"),
+        (["--memory", "80Gigs"], "memory: expected a positive number of bytes, got '80Gigs'; write"),
     ):
         with pytest.raises(SystemExit):
             main(["estimate", "DPOLoss", *SIZED, *wrong])

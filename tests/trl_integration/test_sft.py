@@ -105,12 +105,13 @@ def test_stock_trainer_refuses_our_flags(tmp_path, flags, names):
         (True, 0, ValueError, "a positive number of bytes"),
         (True, -5, ValueError, "a positive number of bytes"),
         (True, 1e9, TypeError, "a whole number of bytes or None"),
+        (True, "2Gigs", ValueError, "a positive number of bytes"),
         (True, True, TypeError, "a whole number of bytes or None"),
         (False, 5, ValueError, "None with use_chunked_loss=False"),
     ],
 )
 def test_bad_budgets(tmp_path, flag, budget, error, expected):
-    with pytest.raises(error, match=f"logits_budget: expected {expected}, got {budget}"):
+    with pytest.raises(error, match=f"logits_budget: expected {expected}, got {budget!r}"):
         SFTConfig(**options(tmp_path, use_chunked_loss=flag, logits_budget=budget))
 
 
@@ -135,9 +136,10 @@ def test_smoothing_that_has_no_meaning_is_refused(tmp_path, family, changes, exp
 
 def test_config_is_parsed_printed_and_pickled(tmp_path):
     parser = HfArgumentParser(SFTConfig)
-    command = f"--output_dir {tmp_path} --use_cpu --bf16 False --use_chunked_loss --logits_budget 1048576"
-    (args,) = parser.parse_args_into_dataclasses(command.split())
-    assert (args.use_chunked_loss, args.logits_budget) == (True, 1048576)
+    command = f"--output_dir {tmp_path} --use_cpu --bf16 False --use_chunked_loss"
+    for budget in ("1048576", "1MiB"):
+        (args,) = parser.parse_args_into_dataclasses([*command.split(), "--logits_budget", budget])
+        assert (args.use_chunked_loss, args.logits_budget) == (True, 1048576)
     assert "--use_chunked_loss" in parser.format_help()
     copy = pickle.loads(pickle.dumps(args))
     assert copy.to_dict() == args.to_dict() and args.to_dict()["use_chunked_loss"] is True

@@ -29,6 +29,8 @@ from logitless import (
 
 
 def wrong(x: Tensor, head: nn.Linear, t: Tensor) -> None:
+    CrossEntropyLoss()(x, x)  # wrong
+    CrossEntropyLoss(x, x, t)  # wrong
     DPOLoss()(x, x, t, ref_logp=x)  # wrong
     DPOLoss(loss_type="sigmoyd")  # wrong
     GRPOLoss()(x, x, t)  # wrong
