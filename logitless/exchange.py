@@ -7,7 +7,8 @@ checkpointing still finds its layer class, and pickling writes the stock class.
 An exchange lasts until undone (`exchange`: a patched model, fused layers), or as long as a `with` statement
 (`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps a trainer's models
 are therefore exactly as TRL and Accelerate left them, and TRL, Accelerate, another trainer, a deep copy or a
-pickle never contain our forward pass.
+pickle never contain our forward pass. The exchange of a `with` statement is for the calls of its thread: a
+reference or teacher may be in trainers of several threads.
 
 A `forward` that another library put on the instance is kept as data: `Entry.below`.
 """
@@ -15,27 +16,51 @@ A `forward` that another library put on the instance is kept as data: `Entry.bel
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 # Where an exchanged module keeps its entries, by the key of the exchange.
 STATES = "_logitless_states"
+# Held while a module is changed. Threads that call the module meanwhile find it changed or unchanged.
+_lock = threading.RLock()
 
 
 @dataclass
 class Entry:
-    """One exchange of a module."""
+    """The exchanges of a module under one key."""
 
-    forward: Callable  # (module, state, stock, *args, **kwargs)
-    state: Any
     below: Callable | None  # a `forward` that was on the instance before, such as TRL's or Accelerate's
-    copied: bool  # whether a deep copy of the module has the exchange too
-    live: bool = True
+    # The exchange that lasts until undone, if it is live
+    live: bool = False
+    forward: Callable | None = None  # (module, state, stock, *args, **kwargs)
+    state: Any = None
+    copied: bool = False  # whether a deep copy of the module has the exchange too
+    # Those of `with` statements, the innermost last: (thread, forward, state)
+    scopes: tuple[tuple[int, Callable, Any], ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        return self.live or bool(self.scopes)
+
+    def current(self) -> tuple[Callable, Any] | None:
+        """(forward, state) for a call of this thread; None if it gets the forward pass below."""
+        if self.scopes and torch.compiler.is_compiling():
+            return self.scopes[-1][1:]  # a graph cannot ask which thread calls it
+        for thread, forward, state in reversed(self.scopes):
+            if thread == threading.get_ident():
+                return forward, state
+        return (self.forward, self.state) if self.live else None
+
+    def __deepcopy__(self, memo: dict) -> "Entry":
+        below, state = copy.deepcopy((self.below, self.state), memo)
+        return Entry(below, self.live, self.forward, state, self.copied)
 
 
 def exchange(
@@ -58,80 +83,88 @@ def exchange(
     Raises:
         ValueError: the module has that exchange already.
     """
-    entries = module.__dict__.setdefault(STATES, {})
-    if key in entries and entries[key].live:
-        raise ValueError(
-            f"model: expected {type(module).__name__} as it comes, got one with {key!r} on already; undo "
-            f"that first."
-        )
-    if key in entries:
-        # The earlier exchange under this key was undone below another exchange, or below a forward pass on
-        # the instance, so its class is still in use.
-        entry = entries[key]
-        entry.forward = forward
-        entry.state = state
-        entry.copied = copied
-        entry.live = True
-    else:
-        # On the instance it would hide the class's.
-        below = module.__dict__.pop("forward", None)
-        entries[key] = Entry(forward, state, below, copied)
-        module.__class__ = _exchanged_class(type(module), key)
+    with _lock:
+        entry = _entry_of(module, key)
+        if entry.is_used:
+            raise ValueError(
+                f"model: expected {type(module).__name__} as it comes, got one with {key!r} on already; undo "
+                f"that first."
+            )
+        entry.forward, entry.state, entry.copied, entry.live = forward, state, copied, True
 
     def undo() -> None:
-        if state_of(module, key) is state:
+        entry = module.__dict__.get(STATES, {}).get(key)
+        if entry is not None and entry.state is state:
             withdraw(module, key)
 
     return undo
 
 
+def _entry_of(module: nn.Module, key: str) -> Entry:
+    """The module's entry under `key`; a new one with an exchanged class, if there is none.
+
+    There may be an unused one: an earlier exchange was undone below another exchange, or below a forward pass
+    on the instance, so its class is still in use.
+    """
+    entries = module.__dict__.setdefault(STATES, {})
+    if key not in entries:
+        entries[key] = Entry(module.__dict__.get("forward"))
+        module.__class__ = _exchanged_class(type(module), key)
+        module.__dict__.pop("forward", None)  # on the instance it would hide the class's
+    return entries[key]
+
+
 @contextmanager
 def exchanged(module: nn.Module, key: str, forward: Callable, state: Any) -> Iterator[None]:
-    """Context manager of `exchange`; on exit, an earlier exchange under `key` is restored.
+    """Context manager of `exchange`, for calls of this thread. It may be inside of another exchange under
+    `key`, which is back on exit.
 
     A deep copy that is made inside the context is a stock module.
     """
-    entry = module.__dict__.get(STATES, {}).get(key)
-    if entry is None or not entry.live:
-        exchange(module, key, forward, state, copied=False)
-        try:
-            yield
-        finally:
-            withdraw(module, key)
-        return
-    before = entry.forward, entry.state
-    entry.forward, entry.state = forward, state
+    scope = (threading.get_ident(), forward, state)
+    with _lock:
+        entry = _entry_of(module, key)
+        entry.scopes = (*entry.scopes, scope)
     try:
         yield
     finally:
-        entry.forward, entry.state = before
+        with _lock:
+            entry.scopes = tuple(x for x in entry.scopes if x is not scope)
+            _drop_unused(module)
 
 
 def withdraw(module: nn.Module, key: str) -> None:
     """Undo the exchange under `key`, if there is one."""
+    with _lock:
+        entry = module.__dict__.get(STATES, {}).get(key)
+        if entry is not None:
+            entry.live, entry.state = False, None
+            _drop_unused(module)
+
+
+def _drop_unused(module: nn.Module) -> None:
     entries = module.__dict__.get(STATES, {})
-    if key not in entries:
-        return
-    entries[key].live = False
-    # From the newest entry to the oldest. A live exchange keeps all older entries, and a `forward` that was
-    # put on the instance in between keeps the entry whose `below` it may call.
+    # From the newest entry to the oldest. A used entry keeps all older ones, and a `forward` that was put on
+    # the instance in between keeps the entry whose `below` it may call.
     for name, entry in reversed(list(entries.items())):
-        if entry.live or entry.below is not None and "forward" in module.__dict__:
+        if entry.is_used or entry.below is not None and "forward" in module.__dict__:
             break
+        if entry.below is not None:
+            module.__dict__["forward"] = entry.below
         if _own(type(module)) == name:
             # A class on top of ours, such as FSDP2's, stays with ours, which finds no entry.
             module.__class__ = type(module).__mro__[1]
         del entries[name]
-        if entry.below is not None:
-            module.__dict__["forward"] = entry.below
     if not entries:
-        del module.__dict__[STATES]
+        module.__dict__.pop(STATES, None)
 
 
 def state_of(module: nn.Module, key: str) -> Any:
-    """The `state` of the module's exchange under `key`; None if the module has no such exchange."""
+    """The `state` of the module's exchange under `key`, for calls of this thread; None if the module has no
+    such exchange."""
     entry = module.__dict__.get(STATES, {}).get(key)
-    return None if entry is None or not entry.live else entry.state
+    current = None if entry is None else entry.current()
+    return None if current is None else current[1]
 
 
 def stock_forward(module: nn.Module) -> Callable:
@@ -165,9 +198,11 @@ def _exchanged_class(stock: type, key: str) -> type:
         if entry is None:
             return stock.forward(self, *args, **kwargs)
         below = entry.below or functools.partial(stock.forward, self)
-        if not entry.live:
+        current = entry.current()
+        if current is None:
             return below(*args, **kwargs)
-        return entry.forward(self, entry.state, below, *args, **kwargs)
+        forward, state = current
+        return forward(self, state, below, *args, **kwargs)
 
     functools.update_wrapper(exchanged_forward, stock.forward)
     # Accelerate unwraps a forward pass along `__wrapped__`, and would take ours off with its own.

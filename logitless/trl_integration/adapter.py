@@ -1,10 +1,16 @@
 """`Adapter` describes how a TRL trainer gets the chunked loss; `enable` switches it on and off.
 
-The trainers of this package and `apply_to` both call `enable`. It changes one trainer, whose methods are
-replaced on the instance. The forward passes of the trainer's models and the functions in TRL's modules are
-replaced only while the trainer computes a loss (`ChunkedLoss.attach_models`). Between two losses the models
-have the forward passes that TRL gave them, so other trainers, copies and other callers see no change. A hook
-or wrapper that is added to a model between two losses runs in the next loss.
+The trainers of this package and `apply_to` both call `enable`. It sets methods on one trainer's instance, and
+installs dispatchers in TRL's classes and modules (`installed.py`), which run TRL's own functions for every
+other trainer. The forward passes of the trainer's models are replaced only while the trainer computes a loss
+(`ChunkedLoss.attach_models`). Between two losses the models have the forward passes that TRL gave them, so
+other trainers, copies and other callers see no change. A hook or wrapper that is added to a model between two
+losses runs in the next loss.
+
+A trainer may run inside of itself or of another trainer, and trainers may run in several threads. So nothing
+is changed for the time of a call that other code could read, such as the trainer's options. What the chunked
+loss has to know about a call is in the call: in its arguments, in the `ChunkedLoss` of its trainer, or in a
+context variable (`installed.computing_with`).
 
 A replacement may silently go unused, if TRL or the user calls another function. So each training step and
 each evaluation step checks, before the optimizer's step, that every required replacement was called, and that
@@ -33,7 +39,8 @@ from logitless.models import heads
 from logitless.models.logits import Deferral
 from logitless.models.patch import Patch
 
-from .versions import SUPPORTED, import_owner, installed_version, missing_name_error
+from .installed import computing_with, install, reinstall
+from .versions import SUPPORTED, import_from_trl, installed_version, missing_name_error
 
 logger = logging.getLogger("logitless.trl_integration")
 
@@ -60,11 +67,15 @@ class Replacement:
         required_in: the kinds of steps, "train" and "evaluate", in which the replacement must be called.
         calls_original: whether `function` may call `original`. If it never does, a trainer that overrides the
             method is refused, because the override would be ignored.
+        carrier: for "module:name", the argument whose `chunked` tells which chunked loss a call belongs to:
+            logits. None: it belongs to the trainer that is computing its loss. For "module:Class.method" the
+            argument is always `self`.
     """
 
     function: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
     required_in: tuple[str, ...] = ()
     calls_original: bool = False
+    carrier: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +90,9 @@ class Adapter:
             `ChunkedLoss` that returns the `Attach` for this model.
         replacements: name of a method of the trainer, or path "module:name" or "module:Class.method" of a
             function of TRL -> its `Replacement`.
-        active_during: names of methods of the trainer. While one of them runs, the functions named by a path
-            are replaced, the models are attached and `context` is entered. Models are also attached during
-            every training and prediction step.
+        active_during: names of methods of the trainer. While one of them runs, the trainer computes its loss:
+            calls of the functions named by a path may belong to it, the models are attached and `context` is
+            entered. Models are also attached during every training and prediction step.
         context: returns the context manager that is entered while a method of `active_during` runs.
         has_evaluation_loss: whether an evaluation step computes the loss.
         needs_original_to_predict: whether an evaluation step that has to return predictions, which are
@@ -122,21 +133,20 @@ class ChunkedLoss:
         self.verified_steps: set[str] = set()  # kinds of steps that passed `_end_step` at least once
         # The `Deferral` of each head, kept from step to step
         self.deferrals: WeakKeyDictionary[nn.Module, Deferral] = WeakKeyDictionary()
-        # While TRL computes a loss that only sums the fields of a fused head: how these are to be summed
-        self.sum_options: Any = None
         # In an evaluation step: whether it returns predictions, and whether the original methods compute it
         self.needs_logits = False
         self.uses_original = False
         self.is_off = False  # whether it was switched off
         self.returns_gatherable_logits = False
         self.has_warned_of_empty_pair = False
-        self.loss_mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of the model of a trainer outside of TRL
-        self.undo: Callable[[], None] = lambda: None
-        # By the trainer's attribute: its value, and the model inside of the value's wrappers. Looking it up
-        # in every step would be slow, as Accelerate visits all modules.
-        self.base_models: dict[str, tuple[Any, nn.Module]] = {}
         self.attach_functions: dict[str, Attach] = {}  # by the trainer's attribute
+        self.methods: dict[str, Callable] = {}  # by name: those that are set on the trainer
+        self.previous: dict[str, Callable] = {}  # those in their place before
+        self.releases: dict[str, Callable[[], None]] = {}  # by the path of an installed function
+        # By name: a value of the trainer, and the model inside of the value's wrappers. Looking it up in
+        # every step would be slow, as Accelerate visits all modules.
+        self.base_models: dict[str, tuple[Any, nn.Module]] = {}
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
         if id(self.trainer) in memo:
@@ -146,19 +156,28 @@ class ChunkedLoss:
         # A model that is copied with its head leaves the trainer where it is.
         return self
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the trainer computes its loss with the chunked loss."""
+        return not (self.is_off or self.uses_original)
+
+    def base_model(self, name: str, model: Any) -> nn.Module:
+        """The model inside of the wrappers of `model`, which the trainer has under this name."""
+        wrapped, base = self.base_models.get(name, (None, None))
+        if wrapped is not model:
+            base = base_of(self.trainer, model)
+            self.base_models[name] = model, base
+        return base
+
     @contextmanager
     def attach_models(self) -> Iterator[None]:
         """Context manager in which the trainer's models have the forward passes of this chunked loss."""
         attach_by_model: dict[nn.Module, Attach] = {}
         for name, attach in self.attach_functions.items():
             model = getattr(self.trainer, name, None)
-            if model is None:
-                continue
-            wrapped, base = self.base_models.get(name, (None, None))
-            if wrapped is not model:
-                base = base_of(self.trainer, model)
-                self.base_models[name] = model, base
-            attach_by_model.setdefault(base, attach)  # a student may be its own teacher
+            if model is not None:
+                # A student may be its own teacher.
+                attach_by_model.setdefault(self.base_model(name, model), attach)
         with ExitStack() as stack:
             for model, attach in attach_by_model.items():
                 stack.enter_context(attach(model))
@@ -190,132 +209,153 @@ class ChunkedLoss:
         self.record_plan(output.plan)
         return output
 
-    def make_methods(self) -> Iterator[tuple[str, Callable]]:
-        """Yield (name, new method) for every method of the trainer that is replaced.
+    def switch_on(self) -> None:
+        """Set the methods on the trainer and install the functions of TRL.
 
         Raises:
-            ImportError: the trainer has no method of that name.
-            ValueError: a method is overridden by the user, and the replacement would ignore the override.
+            ImportError: TRL has no name of something that the adapter replaces.
+            ValueError: the user has replaced something that the chunked loss would not call.
         """
-        adapter = self.adapter
-        replacements = adapter.replacements
-        replaced_methods = [path for path in replacements if ":" not in path]
-        for name in dict.fromkeys((*replaced_methods, *adapter.active_during)):
+        self.check_options()
+        for name, make_attach in self.adapter.attachments.items():
+            self.attach_functions[name] = make_attach(self)
+        replaced = [name for name in self.adapter.replacements if ":" not in name]
+        functions = {"training_step": self._training_step, "prediction_step": self._prediction_step}
+        for name in (*replaced, *self.adapter.active_during):
+            functions[name] = functools.partial(self._call_method, name)
+        for name, function in functions.items():
             original = getattr(self.trainer, name, None)
             if original is None:
-                raise missing_name_error(f"{adapter.path}Trainer.{name}")
-            is_override = not is_from_trl(original)
-            if is_override and name in replacements and not replacements[name].calls_original:
-                raise replaced_error(name, original, adapter.name)
-            if name in replacements:
-                method = self._make_replacement(name, replacements[name], original)
+                raise missing_name_error(f"{self.adapter.path}Trainer.{name}")
+            if name in replaced:
+                self._check_not_replaced(name, original)
+            self.methods[name] = functools.update_wrapper(functools.partial(function), original)
+        self.install()
+        attributes = vars(self.trainer)
+        self.previous = {name: attributes[name] for name in functions if name in attributes}
+        attributes.update(self.methods, chunked_loss=self, last_plan=None)
+
+    def undo(self) -> None:
+        """Switch the chunked loss off."""
+        # A wrapper of the user's may go on calling our methods.
+        self.is_off = True
+        while self.releases:
+            self.releases.popitem()[1]()
+        attributes = vars(self.trainer)
+        attributes.pop("chunked_loss", None)
+        attributes.pop("last_plan", None)
+        for name, method in self.methods.items():
+            if attributes.get(name) is not method:
+                continue  # the user has set another one since
+            del attributes[name]
+            if name in self.previous:
+                attributes[name] = self.previous[name]
+
+    def install(self) -> None:
+        """Install the functions of TRL that the adapter replaces, unless they are installed.
+
+        A function that the user has set in the place of one runs as it is, if the replacement would call it,
+        and is refused otherwise.
+        """
+        for path, replacement in self.adapter.replacements.items():
+            if ":" not in path:
+                continue
+            function = import_from_trl(path)
+            if not is_from_trl(function):
+                self._check_not_replaced(path, function)
+            elif path in self.releases:
+                reinstall(path)
             else:
-                method = self._look_up_when_called(name, original)
-            if name in adapter.active_during:
-                method = self._activate_during(method, original)
-            yield name, method
-        steps = {"training_step": self._training_step, "prediction_step": self._prediction_step}
-        for name, step in steps.items():
-            original = getattr(self.trainer, name)
-            yield name, functools.wraps(original)(functools.partial(step, original))
+                carrier = "self" if "." in path.partition(":")[2] else replacement.carrier
+                self.releases[path] = install(path, carrier, self)
 
-    def _look_up_when_called(self, name: str, original: Callable) -> Callable:
-        """Return a function that looks up the method on the trainer's class in each call, because a
-        replacement of "module:Class.method" may be active there. A method of the instance is returned."""
-        if name in vars(self.trainer):
-            return original
-        return lambda *args, **kwargs: getattr(type(self.trainer), name)(self.trainer, *args, **kwargs)
+    def _check_not_replaced(self, path: str, function: Callable) -> None:
+        """Raise ValueError if this is a function of the user's that the replacement would not call."""
+        if not (is_from_trl(function) or self.adapter.replacements[path].calls_original):
+            raise replaced_error(path, function, self.adapter.name)
 
-    def _make_replacement(self, path: str, replacement: Replacement, original: Callable) -> Callable:
-        """Return the function with the signature of `original` that calls the replacement."""
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context manager in which the trainer computes its loss."""
+        self.install()
+        with computing_with(self), self.attach_models(), self.adapter.context(self):
+            yield
+
+    def original(self, name: str) -> Callable:
+        """The trainer's method without the chunked loss: of the instance, or of the class at this time."""
+        if name in self.previous:
+            return self.previous[name]
+        cls = type(self.trainer)
+        return inspect.getattr_static(cls, name).__get__(self.trainer, cls)
+
+    def call_replacement(self, path: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the replacement under this path with the arguments of a call of `original`."""
+        self.called_replacements.add(path)
         signature = inspect.signature(original)
         # A user's override may take `**kwargs`, under any name.
         extra = next((x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD), None)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
 
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self.uses_original or self.is_off:
-                return original(*args, **kwargs)
-            self.called_replacements.add(path)
-            call = signature.bind(*args, **kwargs)
-            call.apply_defaults()
+        def call_original(**changes: Any) -> Any:
+            for name, value in changes.items():
+                is_parameter = name in signature.parameters or extra is None
+                (call.arguments if is_parameter else call.arguments[extra])[name] = value
+            return original(*call.args, **call.kwargs)
 
-            def call_original(**changes: Any) -> Any:
-                for name, value in changes.items():
-                    is_parameter = name in signature.parameters or extra is None
-                    (call.arguments if is_parameter else call.arguments[extra])[name] = value
-                return original(*call.args, **call.kwargs)
+        arguments = SimpleNamespace(**call.arguments, **call.arguments.get(extra, {}))
+        return self.adapter.replacements[path].function(self, call_original, arguments)
 
-            arguments = SimpleNamespace(**call.arguments, **call.arguments.get(extra, {}))
-            return replacement.function(self, call_original, arguments)
+    def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_active:
+            return self.original(name)(*args, **kwargs)
+        with self.computing() if name in self.adapter.active_during else nullcontext():
+            original = self.original(name)
+            if name in self.adapter.replacements:
+                return self.call_replacement(name, original, args, kwargs)
+            return original(*args, **kwargs)
 
-        return wrapper
-
-    def _activate_during(self, method: Callable, original: Callable) -> Callable:
-        """Return `method` with the replacements in TRL's modules active, the models attached and the
-        adapter's context entered; `original` itself runs while `uses_original` is set."""
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self.uses_original or self.is_off:
-                return original(*args, **kwargs)
-            with ExitStack() as stack:
-                for path, replacement in self.adapter.replacements.items():
-                    if ":" in path:
-                        owner, name = import_owner(path)
-                        function = getattr(owner, name)
-                        if not is_from_trl(function):
-                            if replacement.calls_original:
-                                continue  # the user's own function gets what TRL's would get
-                            raise replaced_error(path, function, self.adapter.name)
-                        function = self._make_replacement(path, replacement, function)
-                        stack.enter_context(swap_attributes(owner, **{name: function}))
-                stack.enter_context(self.attach_models())
-                stack.enter_context(self.adapter.context(self))
-                return method(*args, **kwargs)
-
-        return wrapper
-
-    def _training_step(self, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        original = self.original("training_step")
         if self.is_off:
             return original(*args, **kwargs)
-        self._begin_step()
-        with self.attach_models():
-            loss = original(*args, **kwargs)
-        self._end_step(TRAIN, loss, self.has_loss_with_grad)
+        with self._step():
+            with self.attach_models():
+                loss = original(*args, **kwargs)
+            self._end_step(TRAIN, loss, self.has_loss_with_grad)
         return loss
 
     def _prediction_step(
-        self,
-        original: Callable,
-        model: Any,
-        inputs: Any,
-        prediction_loss_only: bool,
-        *args: Any,
-        **kwargs: Any,
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
+        original = self.original("prediction_step")
         if self.is_off:
             return original(model, inputs, prediction_loss_only, *args, **kwargs)
-        needs_logits = not prediction_loss_only
-        uses_original = self.adapter.needs_original_to_predict and needs_logits
-        with swap_attributes(self, needs_logits=needs_logits, uses_original=uses_original):
-            self._begin_step()
+        with self._step(needs_logits=not prediction_loss_only):
             with self.attach_models():
                 outputs = original(model, inputs, prediction_loss_only, *args, **kwargs)
             if self.adapter.has_evaluation_loss and not self.uses_original:
                 self._end_step(EVALUATE, outputs[0], self.has_loss_without_grad)
         return outputs
 
+    @contextmanager
+    def _step(self, needs_logits: bool = False) -> Iterator[None]:
+        """Context manager of one step, which may be inside of another step of the trainer."""
+        self.check_options()
+        of_this_step = {
+            "needs_logits": needs_logits,
+            "uses_original": needs_logits and self.adapter.needs_original_to_predict,
+            "called_replacements": set(),
+            "has_loss_with_grad": False,
+            "has_loss_without_grad": False,
+        }
+        with swap_attributes(self, **of_this_step):
+            yield
+
     def check_options(self) -> None:
         """Raise ValueError if the chunked loss does not support the trainer's options."""
         for check in (check_common_options, *self.adapter.checks):
             check(self.trainer)
-
-    def _begin_step(self) -> None:
-        self.check_options()
-        self.called_replacements.clear()
-        self.has_loss_with_grad = False
-        self.has_loss_without_grad = False
 
     def _end_step(self, step: str, loss: Tensor | None, has_chunked_loss: bool) -> None:
         """Raise RuntimeError if a step with a loss did not call every replacement that it requires; log a
@@ -367,18 +407,6 @@ class ChunkedLoss:
         return f"{type(self.trainer).__name__}: {loss}; {checked}{fused}"
 
 
-MISSING = object()
-
-
-def _restore(trainer: Any, name: str, ours: Any, previous: Any) -> None:
-    """Restore an attribute of the trainer, unless the user has set another one since."""
-    if name not in ("chunked_loss", "last_plan") and trainer.__dict__.get(name) is not ours:
-        return
-    trainer.__dict__.pop(name, None)
-    if previous is not MISSING:
-        trainer.__dict__[name] = previous
-
-
 def enable(trainer: Any, adapter: Adapter, logits_budget: int | str | None) -> Callable[[], None]:
     """Switch the chunked loss on in a trainer; returns a function that switches it off again.
 
@@ -387,20 +415,11 @@ def enable(trainer: Any, adapter: Adapter, logits_budget: int | str | None) -> C
         ImportError: TRL has no name of something that the adapter replaces.
     """
     chunked = ChunkedLoss(trainer, adapter, logits_budget)
-    undo = ExitStack()
-    chunked.check_options()
-    for name, make_attach in adapter.attachments.items():
-        chunked.attach_functions[name] = make_attach(chunked)
-    # A wrapper of the user's may go on calling our methods.
-    undo.callback(setattr, chunked, "is_off", True)
     with ExitStack() as on_error:
-        on_error.callback(undo.close)
-        for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.make_methods()):
-            undo.callback(_restore, trainer, name, value, trainer.__dict__.get(name, MISSING))
-            trainer.__dict__[name] = value
+        on_error.callback(chunked.undo)
+        chunked.switch_on()
         on_error.pop_all()
-    chunked.undo = undo.close
-    return undo.close
+    return chunked.undo
 
 
 def replaced_error(path: str, found: Callable, trainer: str) -> ValueError:

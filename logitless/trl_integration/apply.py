@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 from logitless.errors import value_error
 from logitless.models.patch import make_patch
 
-from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, base_of
+from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, base_of, swap_attributes
 from .layers import switch_on
 from .pairs import ADAPTERS, check_budget
 
@@ -136,9 +136,10 @@ def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any)
     outputs of the model are needed for predictions, call the model once more without labels."""
     inputs = dict(arguments.inputs)  # Trainer may remove the labels from them
     deferral = chunked.patch.deferral
-    deferral.was_called = False
-    found = original()
-    if deferral.was_called:
+    with swap_attributes(deferral, was_called=False):  # a call may be inside of another one
+        found = original()
+        was_called = deferral.was_called
+    if was_called:
         chunked.record_plan(chunked.patch.last_plan)
     if not (chunked.needs_logits and getattr(arguments, "return_outputs", False)):
         return found

@@ -86,7 +86,7 @@ TPO = Adapter(
     "trl.experimental.tpo:TPO",
     replacements={
         "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": Replacement(
-            compute_logps_and_entropy, EVERY_STEP
+            compute_logps_and_entropy, EVERY_STEP, carrier="logits"
         )
     },
     active_during=("_compute_loss",),
@@ -96,7 +96,9 @@ TPO = Adapter(
 A2PO = Adapter(
     "trl.experimental.a2po:A2PO",
     replacements={
-        "trl.experimental.a2po.a2po_trainer:selective_log_softmax": Replacement(gather_logps, EVERY_STEP)
+        "trl.experimental.a2po.a2po_trainer:selective_log_softmax": Replacement(
+            gather_logps, EVERY_STEP, carrier="logits"
+        )
     },
     active_during=("_get_sequence_logps",),
     **GATHERABLE,
@@ -190,14 +192,16 @@ def check_distillation_mode(trainer: Any) -> None:
 
 
 def compute_self_distillation_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
-    """Call TRL's loss, and store its mask for `compute_token_divergences`, which does not receive it."""
+    """Call TRL's loss, with its mask in the student's logits for `compute_token_divergences`, which does not
+    receive it."""
     outputs = arguments.distillation_logits
-    chunked.loss_mask = outputs.loss_mask.bool()
-    if not chunked.loss_mask.any():
+    mask = outputs.loss_mask.bool()
+    if mask.any():
+        student_logits = replace(outputs.student_logits, loss_mask=mask)
+    else:
         # TRL returns 0 times the sum of the student's logits, which keeps the graph: any sum of them will do.
-        logps = outputs.student_logits.statistics(outputs.completion_ids)["logps"]
-        outputs = replace(outputs, student_logits=logps)
-    return original(distillation_logits=outputs)
+        student_logits = outputs.student_logits.statistics(outputs.completion_ids)["logps"]
+    return original(distillation_logits=replace(outputs, student_logits=student_logits))
 
 
 def compute_token_divergences(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
@@ -207,12 +211,14 @@ def compute_token_divergences(chunked: ChunkedLoss, original: Callable, argument
         options |= topk_options("student", arguments.distillation_topk, arguments.distillation_add_tail)
     student = arguments.student_logits
     teacher = arguments.teacher_logits
-    return compute_divergence(student, teacher, chunked.loss_mask, **options).loss
+    return compute_divergence(student, teacher, student.loss_mask, **options).loss
 
 
 def make_self_distillation_adapter(package: str, name: str) -> Adapter:
     module = f"trl.experimental.{package}"
     trainer_module = f"{module}.{package}_trainer"
+    of_divergence = Replacement(compute_token_divergences, carrier="student_logits")
+    of_logps = Replacement(gather_logps, carrier="logits")
     return Adapter(
         f"{module}:{name}",
         checks=(check_distillation_mode,),
@@ -220,12 +226,10 @@ def make_self_distillation_adapter(package: str, name: str) -> Adapter:
             "_compute_self_distillation_loss": Replacement(
                 compute_self_distillation_loss, calls_original=True
             ),
-            f"{trainer_module}:compute_full_logit_self_distillation_loss": Replacement(
-                compute_token_divergences
-            ),
-            f"{trainer_module}:compute_topk_self_distillation_loss": Replacement(compute_token_divergences),
-            f"{trainer_module}:selective_log_softmax": Replacement(gather_logps),
-            f"{module}.loss_utils:selective_log_softmax": Replacement(gather_logps),
+            f"{trainer_module}:compute_full_logit_self_distillation_loss": of_divergence,
+            f"{trainer_module}:compute_topk_self_distillation_loss": of_divergence,
+            f"{trainer_module}:selective_log_softmax": of_logps,
+            f"{module}.loss_utils:selective_log_softmax": of_logps,
         },
         active_during=("compute_loss", "_compute_rollout_logps"),
         **GATHERABLE,

@@ -123,13 +123,27 @@ def check_no_tensor_parallel(trainer: Any) -> None:
         raise value_error("model", expected, "one", remedy)
 
 
+def run_original(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
+    """Replacement of TRL's `compute_loss`, which tells the dispatchers whose loss is computed: the arguments
+    of the divergence functions do not."""
+    return original()
+
+
+OWN_LOSS = Replacement(run_original, calls_original=True)
+
 Distillation = Adapter(
     "trl:Distillation",
     checks=(check_no_tensor_parallel,),
-    replacements={DIVERGENCE_FUNCTION: Replacement(compute_divergence, EVERY_STEP)},
+    replacements={
+        "trl.trainer.distillation_trainer:DistillationTrainer.compute_loss": OWN_LOSS,
+        DIVERGENCE_FUNCTION: Replacement(compute_divergence, EVERY_STEP),
+    },
 )
 AsyncDistillation = Adapter(
     f"{ASYNC_PACKAGE}:AsyncDistillation",
     checks=(require_newest_minor, check_no_tensor_parallel),
-    replacements={f"{ASYNC_MODULE}:_chunked_jsd_loss": Replacement(compute_topk_jsd, EVERY_STEP)},
+    replacements={
+        f"{ASYNC_MODULE}:AsyncDistillationTrainer.compute_loss": OWN_LOSS,
+        f"{ASYNC_MODULE}:_chunked_jsd_loss": Replacement(compute_topk_jsd, EVERY_STEP),
+    },
 )

@@ -46,8 +46,18 @@ from .forwards import Forwards, check_fused_head, forwards_of
 KEY = "trainer"
 
 # Computes the fields of a `FusedCausalLMOutput`, among them `log_probs`. Its arguments are hidden (B, T, H),
-# head, labels (B, T) and shift, which says whether position i predicts label i + 1.
-ComputeFields = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Any]]
+# head, labels (B, T) and shift, which says whether position i predicts label i + 1; and in a call for sums
+# their `SumOptions`.
+ComputeFields = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SumOptions:
+    """In the place of `fused_lm_head=True`: each field is a `SumOfTokens`, the log-probabilities with these
+    options of `CrossEntropyLoss`."""
+
+    dft: bool
+    label_smoothing: float
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ def _fused_head_forward(
     fused_head: FusedHead,
     original: Callable,
     *args: Any,
-    fused_lm_head: bool = False,
+    fused_lm_head: bool | SumOptions = False,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,  # aligned with hidden, as context and sequence parallelism pass them
     **kwargs: Any,
@@ -147,15 +157,17 @@ def _fused_head_forward(
     if not fused_lm_head:
         all_labels = {"labels": labels, "shift_labels": shift_labels}
         return original(*args, **kwargs, **{name: x for name, x in all_labels.items() if x is not None})
+    sum_options = fused_lm_head if isinstance(fused_lm_head, SumOptions) else None
     with fused_head.autocast():
         return _compute_fused_output(
-            model, fused_head, *args, labels=labels, shift_labels=shift_labels, **kwargs
+            model, fused_head, sum_options, *args, labels=labels, shift_labels=shift_labels, **kwargs
         )
 
 
 def _compute_fused_output(
     model: PreTrainedModel,
     fused_head: FusedHead,
+    sum_options: SumOptions | None,
     *args: Any,
     labels: Tensor | None,
     shift_labels: Tensor | None,
@@ -181,8 +193,9 @@ def _compute_fused_output(
 
     def compute_values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
         check_equal_tokens(fused_head.chunked, model, targets)
+        options = () if sum_options is None else (sum_options,)
         needs_shift = shift_labels is None
-        fields = fused_head.compute_fields(hidden, head, targets.to(hidden.device), needs_shift)
+        fields = fused_head.compute_fields(hidden, head, targets.to(hidden.device), needs_shift, *options)
         names.extend(fields)
         # A tuple, because hooks of modules look for tensors in tuples
         return tuple(unviewed(x, model) for x in fields.values())
@@ -200,8 +213,7 @@ def _compute_fused_output(
     elif kwargs.get("output_router_logits"):
         remedy = "return the aux_loss of super().forward(...), or set router_aux_loss_coef=0.0"
         raise value_error("model", "outputs with the router loss, aux_loss", "outputs without", remedy)
-    if fused_head.chunked.sum_options is not None:
-        # TRL's own `compute_loss` is running, and reads nothing but sums.
+    if sum_options is not None:
         fields = {name: SumOfTokens(x) for name, x in fields.items()}
     return FusedCausalLMOutput(loss=loss, aux_loss=aux_loss, **fields)
 
@@ -261,10 +273,12 @@ class GatherableLogits(DeferredLogits):
     Attributes:
         chunked: the chunked loss that records the plans.
         is_normalized: whether they are log-probabilities, after `log_softmax`.
+        loss_mask: (B, T), of the tokens that a self-distillation counts.
     """
 
     chunked: ChunkedLoss | None = None
     is_normalized: bool = False
+    loss_mask: Tensor | None = None
 
     operations: ClassVar = {
         F.log_softmax: "log_softmax",

@@ -5,6 +5,7 @@ calling `switch_on`.
 """
 
 import functools
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from logitless import CrossEntropyLoss
 from logitless.errors import to_bytes, value_error
 
 from . import deferred, distillation, per_token
-from .adapter import LIGER_LOSS, Adapter, swap_attributes
+from .adapter import LIGER_LOSS, Adapter
 from .layers import switch_on
 from .versions import import_from_trl, require_supported
 
@@ -23,6 +24,10 @@ ADAPTERS: dict[str, Adapter] = {
     for value in vars(module).values()
     if isinstance(value, Adapter)
 }
+
+
+# Whether a trainer that supports the options of its config is being constructed
+_is_supported: ContextVar[bool] = ContextVar("_is_supported", default=False)
 
 
 @dataclass
@@ -49,9 +54,6 @@ class ChunkedLossConfigMixin:
         metadata={"help": "Bytes that decoder layers may keep between forward and backward, such as 12GiB."},
     )
 
-    # Whether a trainer of this package is being constructed with this config
-    _is_supported_by_trainer = False
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.logits_budget = check_budget(self.logits_budget, self.use_chunked_loss)
@@ -71,7 +73,7 @@ class ChunkedLossConfigMixin:
         # `Trainer.__init__` reads this property of its arguments, and nothing else does: only here can a
         # config detect that it was passed to a trainer that ignores its options.
         options = self._options
-        if options and not self._is_supported_by_trainer:
+        if options and not _is_supported.get():
             expected = "a trainer that honours it"
             got = "one that would ignore it"
             remedy = "import the trainer from logitless.trl_integration too"
@@ -110,8 +112,11 @@ class ChunkedLossTrainerMixin:
         if config.use_chunked_loss and config.use_liger_kernel:
             # Liger's layers without its loss, which would read the head itself
             config.liger_kernel_config = (config.liger_kernel_config or {}) | {LIGER_LOSS: False}
-        with swap_attributes(config, _is_supported_by_trainer=True):
+        token = _is_supported.set(True)
+        try:
             super().__init__(*args, **kwargs)
+        finally:
+            _is_supported.reset(token)
         adapter = self.adapter if config.use_chunked_loss else None
         switch_on(
             self,

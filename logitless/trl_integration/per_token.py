@@ -7,14 +7,14 @@ gradient of TRL's. With a trainable head the tokens are projected twice (4 produ
 
 SFT is computed by `CrossEntropyLoss` wherever TRL's own `compute_loss` runs: one projection (3 products, 2
 with a frozen head) where TRL makes two (4 and 3). TRL's `compute_loss` only sums per-token values, so while
-it runs the head returns each field already summed (`SumOfTokens`); gradient accumulation, parallelism, the
+it runs the head returns each field already summed (`SumOptions`); gradient accumulation, parallelism, the
 router loss and the logs stay TRL's. Label smoothing, for which TRL builds the full logits, is part of the
 same projection. A user's own `compute_loss` that calls the model gets per-token values.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +24,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 from logitless import CrossEntropyLoss
 from logitless.engine.head_view import HeadView, is_of_user
 from logitless.errors import value_error
+from logitless.exchange import state_of
 from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import WRAPPERS
 
-from .adapter import (
-    Adapter,
-    ChunkedLoss,
-    MakeAttach,
-    Replacement,
-    base_of,
-    is_from_trl,
-    swap_attributes,
-    trl_option,
-)
+from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, base_of, is_from_trl, trl_option
 from .forwards import forwards_of, fused_head_options
-from .head import ComputeFields, attach_fused_head
+from .head import KEY, ComputeFields, FusedHead, SumOfTokens, SumOptions, attach_fused_head
 from .versions import require_newest_minor
 
 # --- per-token statistics
@@ -279,22 +271,17 @@ AsyncGRPO = Adapter(
 # --- SFT
 
 
-class SumOptions(NamedTuple):
-    """The options with which TRL's `compute_loss` reduces per-token values in this step."""
-
-    dft: bool
-    label_smoothing: float
-
-
 def make_sft_fields(chunked: ChunkedLoss) -> ComputeFields:
-    """Make the function that computes the fields of SFT: sums while TRL's own `compute_loss` runs, per-token
-    values in other calls."""
+    """Make the function that computes the fields of SFT: sums in calls with `SumOptions`, per-token values in
+    other calls."""
     compute_per_token = make_per_token_fields(chunked, "entropy", "is_top1")
 
-    def compute_fields(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
-        if chunked.sum_options is None:
+    def compute_fields(
+        hidden: Tensor, head: HeadView, labels: Tensor, shift: bool, sum_options: SumOptions | None = None
+    ) -> dict[str, Tensor]:
+        if sum_options is None:
             return compute_per_token(hidden, head, labels, shift)
-        loss = _make_sum_loss(chunked.sum_options, chunked.logits_budget)
+        loss = _make_sum_loss(sum_options, chunked.logits_budget)
         output = chunked.compute(loss, hidden, head, labels, shift=shift)
         num_tokens = output.metrics["num_tokens"]
         return {
@@ -309,39 +296,78 @@ def make_sft_fields(chunked: ChunkedLoss) -> ComputeFields:
 
 @functools.lru_cache(maxsize=16)
 def _make_sum_loss(options: SumOptions, logits_budget: int | str | None) -> CrossEntropyLoss:
-    return CrossEntropyLoss(**options._asdict(), reduction="sum", logits_budget=logits_budget)
+    return CrossEntropyLoss(
+        dft=options.dft,
+        label_smoothing=options.label_smoothing,
+        reduction="sum",
+        logits_budget=logits_budget,
+    )
+
+
+class View:
+    """An object with other values of some of its attributes, for one function that receives it.
+
+    Everything else, such as methods and what the function sets, is that of the object, which does not change.
+    """
+
+    def __init__(self, target: Any, **values: Any):
+        object.__setattr__(self, "_target_and_values", (target, values))
+
+    def __getattribute__(self, name: str) -> Any:
+        target, values = object.__getattribute__(self, "_target_and_values")
+        return values[name] if name in values else getattr(target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_target_and_values")[0], name, value)
 
 
 def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
     """Run TRL's own `compute_loss` with a fused head that returns sums."""
-    trainer = chunked.trainer
-    if arguments.self is not trainer:
-        return original()
+    trainer, model = chunked.trainer, arguments.model
     check_label_smoothing(trainer)
-    sum_options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
-    # With label smoothing TRL would compute full logits.
-    if not sum_options.label_smoothing and has_user_hooks(arguments.model):
-        return original()  # with values per token, which a hook may read
-    # The sums contain DFT's weights and the label smoothing, so TRL has to compute the plain loss from them.
-    with (
-        swap_attributes(trainer.args, loss_type="nll"),
-        swap_attributes(trainer, label_smoother=None),
-        swap_attributes(chunked, sum_options=sum_options),
-    ):
+    options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
+    if not is_attached(chunked, model):
         return original()
+    # With label smoothing TRL would compute full logits.
+    if not options.label_smoothing and has_user_hooks(model):
+        return original()  # with values per token, which a hook may read
+
+    def model_with_sums(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("fused_lm_head"):
+            return model(*args, **kwargs)
+        outputs = model(*args, **kwargs | {"fused_lm_head": options})
+        if not isinstance(outputs.log_probs, SumOfTokens):
+            remedy = "a wrapper has changed the argument: pass it on, or train without the flag"
+            raise value_error("model", "wrappers that pass fused_lm_head on", type(model).__name__, remedy)
+        return outputs
+
+    # The sums contain DFT's weights and the label smoothing, so TRL has to compute the plain loss from them.
+    plain = View(trainer, args=View(trainer.args, loss_type="nll"), label_smoother=None)
+    return original(self=plain, model=model_with_sums)
+
+
+def models_inside(model: Any) -> Iterator[nn.Module]:
+    """Yield a model and those inside its wrappers."""
+    while isinstance(model, nn.Module):
+        yield model
+        inside = WRAPPERS.get(type(model).__name__)
+        if inside is None and hasattr(model, "peft_config"):  # a PeftModel, or the tuner in it
+            inside = "base_model" if hasattr(model, "get_base_model") else "model"
+        model = getattr(model, inside, None) if inside else None
+
+
+def is_attached(chunked: ChunkedLoss, model: Any) -> bool:
+    """Whether the model that was passed to `compute_loss` has the fused head of this chunked loss."""
+    if not isinstance(model, nn.Module):
+        return False
+    states = (state_of(x, KEY) for x in models_inside(chunked.base_model("compute_loss", model)))
+    return any(isinstance(x, FusedHead) and x.chunked is chunked for x in states)
 
 
 def has_user_hooks(model: nn.Module) -> bool:
     """Whether a forward hook that is not a package's reads the outputs of a model or of those inside its
     wrappers."""
-    while model is not None:
-        if any(is_of_user(hook) for hook in model._forward_hooks.values()):
-            return True
-        inside = WRAPPERS.get(type(model).__name__)
-        if inside is None and hasattr(model, "peft_config"):  # a PeftModel, or the tuner in it
-            inside = "base_model" if hasattr(model, "get_base_model") else "model"
-        model = getattr(model, inside, None) if inside else None
-    return False
+    return any(is_of_user(hook) for x in models_inside(model) for hook in x._forward_hooks.values())
 
 
 def label_smoothing_of(trainer: Any) -> float:

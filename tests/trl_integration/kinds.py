@@ -1,8 +1,10 @@
 """What each kind of trainer needs for a run of a few steps: its data and its settings."""
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,13 +12,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+import trl
 from accelerate import DistributedType, PartialState
 from datasets import Dataset
 
-import logitless.trl_integration as ours
+from logitless.models.heads import base_of
 
 from .compare import RTOL, STEPS, options, stock, unchanged
-from .tiny import VOCAB, Run, save, tiny_dataset, tiny_model, train, words
+from .tiny import VOCAB, Run, prepare, save, tiny_dataset, tiny_model, words
 
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO", "GKD", "Distillation")
 
@@ -168,8 +171,15 @@ def tolerance(kind: str) -> float:
     return 1e-3 if kind in LOOSER else RTOL
 
 
-def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more) -> Run:
-    """One step of the stock pair, or of another, `wrap` made to the model and `change` to the trainer."""
+def step(kind: str, folder, **options: Any) -> Run:
+    """One step of the stock pair, or of another; the arguments are those of `prepare_step`."""
+    return prepare_step(kind, folder, **options)[1]()
+
+
+def prepare_step(
+    kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more
+) -> tuple[Any, Callable[[], Run]]:
+    """A trainer, `wrap` made to its model and `change` to it, and the function that trains it for a step."""
     dataset, settings, given = needs(kind, folder)
     torch.manual_seed(0)
     model = wrap(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"))
@@ -181,7 +191,43 @@ def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change
         return made
 
     args = config(**options(folder / "out", **settings | {"max_steps": 1} | more))
-    return train(build, args, model, dataset, tokenizer=words(), **given)
+    return prepare(build, args, model, dataset, tokenizer=words(), **given)
+
+
+def entered_twice(cls: type) -> type:
+    """The trainer whose method of the loss calls itself, and TRL's."""
+    name = "compute_loss" if hasattr(cls, "compute_loss") else "_forward"
+
+    def method(self, model, inputs, *args, **kwargs):
+        if vars(self).setdefault("is_inside", False):
+            return getattr(super(Twice, self), name)(model, inputs, *args, **kwargs)
+        self.is_inside = True
+        first = getattr(self, name)(model, dict(inputs), *args, **kwargs)
+        self.is_inside = False
+        return (first + getattr(cls, name)(self, model, inputs, *args, **kwargs)) / 2
+
+    Twice = type("Twice", (cls,), {name: method})
+    return Twice
+
+
+def train_together(*prepared: tuple[Any, Callable[[], Run]]) -> list[Run]:
+    """Trains each in a thread of its own; they meet in the forward passes of their models."""
+    meeting = threading.Barrier(len(prepared))
+
+    def meet(*args: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(10)
+
+    def run(trainer: Any, train: Callable[[], Run]) -> Run:
+        hook = base_of(trainer.model).get_decoder().layers[0].register_forward_pre_hook(meet)
+        try:
+            return train()
+        finally:
+            hook.remove()
+            meeting.abort()  # the others go on alone
+
+    with ThreadPoolExecutor(len(prepared)) as threads:
+        return list(threads.map(lambda x: run(*x), prepared))
 
 
 def for_ranks(kind: str) -> dict[str, Any]:
@@ -210,7 +256,7 @@ def rolled_out(cls: type) -> type:
     class RolledOut(cls):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             found = rollout(prompt_ids)
-            return (found, None) if cls is ours.GRPOTrainer else found
+            return (found, None) if issubclass(cls, trl.GRPOTrainer) else found
 
     return RolledOut if hasattr(cls, "_generate_single_turn") else cls
 
@@ -221,6 +267,21 @@ def attempt(function: Callable, *args: Any) -> Any:
         return function(*args)
     except Exception:
         return traceback.format_exc()
+
+
+def decided(trainer: Any) -> None:
+    """Lets the models of a trainer generate completions that depend on the prompts alone: torch's generator
+    is shared by threads."""
+
+    def generate(input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> torch.Tensor:
+        prompts = input_ids.repeat_interleave(generation_config.num_return_sequences or 1, 0)
+        completions = [[*ids, 2, *[0] * (6 - len(ids))] for ids in rollout(prompts.tolist())]
+        return torch.cat([prompts, torch.tensor(completions)[:, : generation_config.max_new_tokens]], dim=1)
+
+    for name in ("model", "ref_model"):
+        model = getattr(trainer, name, None)
+        if model is not None:
+            model.generate = generate
 
 
 @contextmanager

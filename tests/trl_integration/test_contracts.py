@@ -8,6 +8,7 @@ trainer that the function is still called, and that the numbers are the same.
 import dataclasses
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from logitless.engine.head_view import HeadView
 from logitless.models.logits import Deferral
 from logitless.trl_integration import distillation
-from logitless.trl_integration.adapter import Replacement
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Replacement
 from logitless.trl_integration.head import GatherableLogits
 
 from .compare import chunked_loss
@@ -121,7 +122,9 @@ def same(ours, theirs, path):
 
 def in_place_of(stock, function):
     """`stock` as a trainer calls it with the flag on."""
-    return chunked_loss(last_plan=None)._make_replacement("name", Replacement(function), stock)
+    adapter = Adapter("trl:None", replacements={"name": Replacement(function)})
+    chunked = ChunkedLoss(SimpleNamespace(args=None, last_plan=None), adapter, None)
+    return lambda *args, **kwargs: chunked.call_replacement("name", stock, args, kwargs)
 
 
 def test_chunked_divergence_loss():

@@ -21,7 +21,7 @@ def test_the_exchange_ends_with_the_constructor(tmp_path):
     assert state_of(trainer.model, KEY) is None
     with pytest.raises(ValueError, match="train_dataset"):
         SFTTrainer(tiny_model(), trainer.args)
-    assert stock_module.add_fused_lm_head is stock and not trainer.args._is_supported_by_trainer
+    assert stock_module.add_fused_lm_head is stock
 
 
 def test_swap_attributes_restores_after_an_error():

@@ -1,5 +1,6 @@
 """Tiny models, tokens and a training run of a few steps, all built here: nothing is downloaded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,12 @@ class _Watch(TrainerCallback):
     on_step_end = on_substep_end
 
 
-def train(
+def train(*args: Any, **options: Any) -> Run:
+    """Trains and returns the logs of every step (timings left out); the arguments are those of `prepare`."""
+    return prepare(*args, **options)[1]()
+
+
+def prepare(
     trainer_class: type,
     args: Any,
     model: PreTrainedModel,
@@ -151,19 +157,23 @@ def train(
     *,
     tokenizer: Any = None,
     **options: Any,
-) -> Run:
-    """Trains and returns the logs of every step (timings left out)."""
+) -> tuple[Any, Callable[[], Run]]:
+    """A trainer, and the function that trains it."""
     watch = _Watch()
     options |= {"processing_class": tokenizer or tiny_tokenizer(), "callbacks": [watch]}
     trainer = trainer_class(model, args=args, train_dataset=dataset, **options)
     watch.trainer = trainer
-    trainer.train()
-    timing = ("runtime", "per_second", "flos")
-    logs = [
-        {key: value for key, value in log.items() if not key.endswith(timing)}
-        for log in trainer.state.log_history
-    ]
-    return Run(trainer, logs, watch.strategies, watch.gradients)
+
+    def run() -> Run:
+        trainer.train()
+        timing = ("runtime", "per_second", "flos")
+        logs = [
+            {key: value for key, value in log.items() if not key.endswith(timing)}
+            for log in trainer.state.log_history
+        ]
+        return Run(trainer, logs, watch.strategies, watch.gradients)
+
+    return trainer, run
 
 
 def assert_same_gradients(stock: Run, ours: Run, *, rtol: float) -> None:

@@ -1,0 +1,128 @@
+"""Functions of TRL's classes and modules that are replaced while trainers use the chunked loss.
+
+`install` puts a dispatcher in the place of such a function when the first trainer needs it. TRL's function is
+back when the last of these trainers has switched the chunked loss off or is garbage. In each call the
+dispatcher finds the chunked loss that the call belongs to (`Installed.call`), and it runs TRL's function for
+everyone else. So a call never changes what a nested call or another thread finds in TRL.
+"""
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+from .versions import import_owner
+
+# The `ChunkedLoss` of the trainer that is computing its loss; None for a trainer without one
+_computing: ContextVar[Any] = ContextVar("_computing", default=None)
+_installed: dict[str, "Installed"] = {}  # by path; never removed, because the user may hold a dispatcher
+_lock = threading.RLock()  # reentrant: garbage may be collected while it is held
+
+
+@contextmanager
+def computing_with(chunked: Any) -> Iterator[None]:
+    """Context manager in which a trainer computes its loss with this `ChunkedLoss`, or with None."""
+    token = _computing.set(chunked)
+    try:
+        yield
+    finally:
+        _computing.reset(token)
+
+
+def install(path: str, carrier: str | None, chunked: Any) -> Callable[[], None]:
+    """Put a dispatcher in the place of TRL's function "module:name" or "module:Class.method".
+
+    Args:
+        path: the path of the function.
+        carrier: as in `Replacement`.
+        chunked: the `ChunkedLoss` that needs the dispatcher.
+
+    Returns:
+        A function that removes the dispatcher, unless another chunked loss needs it. It is called when
+        `chunked` is garbage, too; a second call has no effect.
+    """
+    owner, name = import_owner(path)
+    with _lock:
+        if path not in _installed:
+            _installed[path] = Installed(path, carrier, owner, name)
+        _installed[path].users += 1
+        _installed[path].put()
+    release = weakref.finalize(chunked, _release, path)
+    release.atexit = False
+    return release
+
+
+def reinstall(path: str) -> None:
+    """Put the dispatcher back, if the user has restored TRL's function in its place."""
+    with _lock:
+        _installed[path].put()
+
+
+def _release(path: str) -> None:
+    with _lock:
+        installed = _installed[path]
+        installed.users -= 1
+        if not installed.users:
+            installed.remove()
+
+
+class Installed:
+    """A function of TRL and its dispatcher."""
+
+    def __init__(self, path: str, carrier: str | None, owner: Any, name: str):
+        self.path = path
+        self.carrier = carrier
+        self.owner = owner
+        self.name = name
+        self.is_inherited = name not in vars(owner)
+        self.original = getattr(owner, name)
+        self.users = 0
+        parameters = list(inspect.signature(self.original).parameters)
+        self.position = None if carrier is None else parameters.index(carrier)
+
+        @functools.wraps(self.original)
+        def dispatcher(*args: Any, **kwargs: Any) -> Any:
+            return self.call(args, kwargs)
+
+        self.dispatcher = dispatcher
+
+    def put(self) -> None:
+        # Any other function than TRL's is the user's.
+        if getattr(self.owner, self.name) is self.original:
+            setattr(self.owner, self.name, self.dispatcher)
+
+    def remove(self) -> None:
+        if getattr(self.owner, self.name) is not self.dispatcher:
+            return
+        if self.is_inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
+    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the replacement of the chunked loss that the call belongs to; without one, TRL's function."""
+        if not self.users:
+            self.remove()  # the user has put it back
+        chunked = self._find_chunked_loss(args, kwargs)
+        # Inside of a trainer's method its own loss is computed, also of a trainer without the chunked loss.
+        with computing_with(chunked) if self.carrier == "self" else nullcontext():
+            if chunked is None:
+                return self.original(*args, **kwargs)
+            return chunked.call_replacement(self.path, self.original, args, kwargs)
+
+    def _find_chunked_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.carrier is None:
+            chunked = _computing.get()
+        else:
+            is_positional = len(args) > self.position
+            value = args[self.position] if is_positional else kwargs.get(self.carrier)
+            is_trainer = self.carrier == "self"
+            chunked = getattr(value, "chunked_loss" if is_trainer else "chunked", None)
+            if is_trainer and chunked is not None and chunked.trainer is not value:
+                return None  # a shallow copy of the trainer
+        is_replaced = chunked is not None and chunked.is_active and self.path in chunked.adapter.replacements
+        return chunked if is_replaced else None
