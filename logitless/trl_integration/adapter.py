@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from logitless.engine.head_view import PACKAGES, defined
+from logitless.engine.head_view import PACKAGES, defined, is_of_user
 from logitless.engine.plan import Plan
-from logitless.errors import value_error
+from logitless.errors import message, value_error
 from logitless.losses.base import LossOutput
 from logitless.models import heads
 from logitless.models.logits import Deferral
@@ -99,6 +99,7 @@ class Adapter:
             logits, runs without the chunked loss.
         notes: functions that return a line about a trainer's options, logged after its first step, or None.
         warnings: the same, logged as warnings.
+        remedy: what a method of the user's has to do instead of computing the loss from full logits.
     """
 
     path: str
@@ -111,6 +112,7 @@ class Adapter:
     needs_original_to_predict: bool = False
     notes: tuple[Callable[[Any], str | None], ...] = ()
     warnings: tuple[Callable[[Any], str | None], ...] = ()
+    remedy: str = "call TRL's method from it"
 
     @property
     def name(self) -> str:
@@ -373,13 +375,9 @@ class ChunkedLoss:
         if unused and bool((loss == 0).all()):
             return
         if unused:
-            user = f"every step of {type(self.trainer).__name__} ({step})"
-            computed_by = f"trl {installed_version('trl')} (supported: {SUPPORTED['trl']})"
-            remedy = "leave out a compute_loss of your own, or train without the flag"
-            raise RuntimeError(
-                f"{', '.join(unused)}: expected to be used by {user}, got a loss computed without it by "
-                f"{computed_by}; install that version, {remedy}."
-            )
+            expected = f"to be called in every step of {type(self.trainer).__name__} ({step})"
+            got, remedy = self._bypassed_by()
+            raise RuntimeError(message(", ".join(unused), expected, got, remedy))
         is_first = step not in self.verified_steps
         self.verified_steps.add(step)
         if is_first and step == TRAIN and self.trainer.is_world_process_zero():
@@ -390,6 +388,17 @@ class ChunkedLoss:
                     line = note(self.trainer)
                     if line is not None:
                         log(f"{name}: {line}")
+
+    def _bypassed_by(self) -> tuple[str, str]:
+        """What computes the loss in the place of TRL's methods, and what to do about it."""
+        overrides = user_methods(self.trainer)
+        if not overrides:
+            got = (
+                f"a loss that trl {installed_version('trl')} computed without (supported: {SUPPORTED['trl']})"
+            )
+            return got, "train without the flag"
+        got = ", ".join(f"{mine} in the place of {theirs}" for theirs, mine in overrides.items())
+        return got, f"{self.adapter.remedy}, or train without the flag"
 
     def describe(self) -> str:
         """One line: trainer, plan, products, whether the model was checked, and the fused layers."""
@@ -426,6 +435,24 @@ def replaced_error(path: str, found: Callable, trainer: str) -> ValueError:
     """The error for a function of TRL's that the user has replaced and the chunked loss would not call."""
     remedy = "train without the chunked loss, or leave that function as it is"
     return value_error(path, f"TRL's own in {trainer}Trainer", name_of(found), remedy)
+
+
+def user_methods(trainer: Any) -> dict[str, str]:
+    """The trainer's methods with a parameter `model` that are the user's: by the name of the method of TRL or
+    transformers, the name of the user's."""
+    found = {}
+    for cls in type(trainer).__mro__:
+        if cls.__module__.partition(".")[0] not in ("trl", "transformers"):
+            continue
+        for name, function in vars(cls).items():
+            if name in found or not inspect.isfunction(function):
+                continue
+            method = getattr(trainer, name) if "model" in inspect.signature(function).parameters else None
+            while method is not None and not is_of_user(method):
+                method = getattr(method, "__wrapped__", None)  # inside of ours
+            if method is not None:
+                found[name] = f"{cls.__name__}.{name}", name_of(method)
+    return dict(found.values())
 
 
 def name_of(function: Callable) -> str:

@@ -105,11 +105,16 @@ def adapter_of(trainer_class: type) -> Adapter:
     for cls in trainer_class.__mro__:
         if cls.__module__.split(".")[0] == "trl":
             name = cls.__name__.removesuffix("Trainer")
-            if name not in ADAPTERS:
-                expected = f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL"
-                remedy = "train it without the chunked loss"
-                raise value_error("trainer", expected, cls.__name__, remedy)
-            return ADAPTERS[name]
+            if name in ADAPTERS:
+                return ADAPTERS[name]
+            expected = f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL"
+            got, remedy = trainer_class.__name__, "train it without the chunked loss"
+            if trainer_class is not cls:
+                got = f"{got} of {trainer_class.__module__}, which extends TRL's {cls.__name__}"
+            if trainer_class.__name__.removesuffix("Trainer") in ADAPTERS:
+                subclass = f"a subclass of TRL's {trainer_class.__name__}"
+                remedy = f"a copy's loss may differ: make it {subclass}, or {remedy}"
+            raise value_error("trainer", expected, got, remedy)
     return PLAIN
 
 
@@ -174,5 +179,6 @@ PLAIN = Adapter(
     checks=(check_no_label_smoothing,),
     attachments={"model": attach_patch},
     context=apply_patch,
+    remedy="call the model with labels in it and take its loss",
     replacements={"compute_loss": Replacement(compute_model_loss, EVERY_STEP, calls_original=True)},
 )

@@ -5,6 +5,7 @@ calling `switch_on`.
 """
 
 import functools
+import logging
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from . import deferred, distillation, per_token
 from .adapter import LIGER_LOSS, Adapter
 from .layers import switch_on
 from .versions import import_from_trl, require_supported
+
+logger = logging.getLogger(__package__)
 
 # The adapters of all trainers that support the chunked loss, by name
 ADAPTERS: dict[str, Adapter] = {
@@ -108,6 +111,13 @@ class ChunkedLossTrainerMixin:
         config = next(configs, None)
         if config is None or not config._options:
             super().__init__(*args, **kwargs)
+            if self.is_world_process_zero():
+                # TRL's config beside our trainer is a mistake; a config without an option may not be one.
+                level = logging.WARNING if config is None else logging.INFO
+                why = "args is no config of this package" if config is None else "its config sets no option"
+                name = self.adapter.name
+                remedy = f"pass args={name}Config(use_chunked_loss=True) of {__package__}"
+                logger.log(level, f"{name}Trainer: the loss is TRL's, because {why}; {remedy}")
             return
         if config.use_chunked_loss and config.use_liger_kernel:
             # Liger's layers without its loss, which would read the head itself

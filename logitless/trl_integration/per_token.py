@@ -247,11 +247,14 @@ def check_fused_head_options(trainer: Any) -> None:
             raise value_error(name, expected, repr(option), remedy)
 
 
+FUSED_HEAD_CALL = "call the model with fused_lm_head=True in it"
 OFFLINE = {
+    "remedy": FUSED_HEAD_CALL,
     "checks": (check_fused_head_options,),
     "active_during": ("compute_loss", "compute_ref_log_probs"),
 }
 ONLINE = {
+    "remedy": FUSED_HEAD_CALL,
     "checks": (check_fused_head_options,),
     "attachments": fused_head_attachments("entropy"),
     "notes": (describe_server_rounding,),
@@ -398,6 +401,7 @@ def check_label_smoothing(trainer: Any) -> None:
 
 SFT = Adapter(
     "trl:SFT",
+    remedy=FUSED_HEAD_CALL,
     checks=(check_fused_head_options, check_label_smoothing),
     attachments={"model": attach_fused_head(make_sft_fields)},
     # In the module that defines it: while TRL's scripts run, `trl.SFTTrainer` is the class of this package.

@@ -7,14 +7,18 @@ import pytest
 import torch
 import transformers
 import trl
+from datasets import Dataset
+from trl.experimental.orpo import ORPOTrainer
 
+import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from logitless.trl_integration.adapter import Adapter, Replacement, check_common_options, enable
+from logitless.trl_integration.apply import adapter_of
 from logitless.trl_integration.versions import import_from_trl
 
 from .compare import options, our_pair, sft_trainer, stock
 from .kinds import preference_dataset, step
-from .tiny import VOCAB, partition, words
+from .tiny import VOCAB, partition, tiny_model, words
 
 
 def t5() -> transformers.PreTrainedModel:
@@ -54,6 +58,96 @@ def test_a_loss_function_of_logits(tmp_path):
     # What TRL writes there with transformers before 5.19 is no function.
     trainer.compute_loss_func = "non-None value to disable scaling"
     apply_to(trainer)()
+
+
+class OldGRPO(trl.GRPOTrainer):
+    """With a method of an older TRL, which reads logits."""
+
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, logits_to_keep, *args, **kwargs):
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -logits_to_keep - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, ids[:, -logits_to_keep:, None])[..., 0]
+        return logps, torch.zeros_like(logps), None
+
+
+class Predicting(trl.SFTTrainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return model(**self._prepare_inputs(inputs)).loss, None, None
+
+
+class OwnLoss(ORPOTrainer):
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        return model(batch["chosen_input_ids"]).logits.square().mean(), {}
+
+
+class OwnMean(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"]).logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "got", "remedy"),
+    [
+        (
+            "GRPO",
+            OldGRPO,
+            "_get_per_token_logps_and_entropies",
+            "call the model with fused_lm_head=True in it",
+        ),
+        ("SFT", Predicting, "prediction_step", "call the model with fused_lm_head=True in it"),
+        ("ORPO", OwnLoss, "get_batch_loss_metrics", "call TRL's method from it"),
+    ],
+)
+def test_a_method_that_computes_the_loss_elsewhere_is_named(folder, kind, cls, got, remedy):
+    def change(trainer):
+        apply_to(trainer)
+        if cls is Predicting:
+            trainer.train = lambda: trainer.evaluate(trainer.train_dataset)
+
+    expected = f"got {cls.__name__}.{got} in the place of {kind}Trainer.{got}; {remedy}, or train without"
+    with pytest.raises(RuntimeError, match=f"the chunked loss: expected to be called .*{expected} the flag"):
+        step(kind, folder, trainer=cls, change=change)
+
+
+def test_the_loss_of_a_trainer_outside_of_trl_is_named(tmp_path):
+    args = transformers.TrainingArguments(**options(tmp_path))
+    data = Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 3, "labels": [[3, 4, 5, 6]] * 3})
+    trainer = OwnMean(tiny_model(), args=args, train_dataset=data)
+    apply_to(trainer)
+    expected = (
+        "OwnMean.compute_loss in the place of Trainer.compute_loss; call the model with labels in it and"
+    )
+    with pytest.raises(RuntimeError, match=f"the chunked loss: expected to be called .*, got {expected}"):
+        trainer.train()
+
+
+def test_a_copy_of_a_trainer():
+    """Whose first class of TRL is one without a loss."""
+    copy = type("SFTTrainer", (trl.SFTTrainer.__mro__[1],), {"__module__": "my_trainers"})
+    message = (
+        "got SFTTrainer of my_trainers, which extends TRL's _BaseTrainer; a copy's loss may differ: make "
+    )
+    with pytest.raises(
+        ValueError, match=f"trainer: expected one of TRL's .*{message}it a subclass of TRL's SF"
+    ):
+        adapter_of(copy)
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "why"),
+    [
+        (trl.SFTConfig, "WARNING", "args is no config of this package"),
+        (ours.SFTConfig, "INFO", "its config sets no option"),
+    ],
+)
+def test_a_trainer_of_ours_with_trls_loss_says_so(tmp_path, caplog, config, level, why):
+    with caplog.at_level("INFO", "logitless.trl_integration"):
+        sft_trainer(tmp_path, ours.SFTTrainer, config)
+    (record,) = [x for x in caplog.records if x.name == "logitless.trl_integration"]
+    expected = (
+        f"SFTTrainer: the loss is TRL's, because {why}; pass args=SFTConfig(use_chunked_loss=True) of l"
+    )
+    assert record.levelname == level and record.message.startswith(expected)
 
 
 class Mine(trl.SFTTrainer):

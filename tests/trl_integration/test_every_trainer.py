@@ -88,6 +88,6 @@ def test_a_loss_that_is_computed_elsewhere_is_noticed(folder, monkeypatch, kind)
     message = str(raised.value)
     for path, replacement in ADAPTERS[kind].replacements.items():
         assert (f"{path}, " in message) is ("train" in replacement.required_in)
-    assert "the chunked loss: expected to be used by every step of" in message
-    assert f"(train), got a loss computed without it by trl {trl.__version__}" in message
+    assert "the chunked loss: expected to be called in every step of" in message
+    assert f"(train), got a loss that trl {trl.__version__} computed without" in message
     assert "(supported: >=1.15,<1.17)" in message
