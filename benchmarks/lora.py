@@ -8,10 +8,12 @@ process, one after the other, each with its own model. The first step's loss and
 those of PEFT.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -126,7 +128,8 @@ def attempt(
     """Measure one row. `reference` has the first step of PEFT's row, by dtypes, and gets it from that row."""
     begin = time.perf_counter()
     try:
-        found, gradients = measure(model, row, section, seed, device, settings)
+        with ungrouped() if row.layers == "each" else contextlib.nullcontext():
+            found, gradients = measure(model, row, section, seed, device, settings)
     except torch.OutOfMemoryError:
         found, gradients = {"verdict": "out of memory"}, {}
     # The other rows must still be measured.
@@ -194,6 +197,11 @@ def measure(
     return found, gradients
 
 
+def ungrouped() -> contextlib.AbstractContextManager:
+    """Context in which every fused LoRA layer is computed by itself."""
+    return mock.patch.object(lora, "_read_group", lambda x, layers: None)
+
+
 def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device) -> nn.Module:
     torch.manual_seed(seed)
     config = getattr(transformers, shape.config)(**shape.sizes, pad_token_id=0, use_cache=False)
@@ -212,8 +220,6 @@ def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device
             for module in model.modules():
                 withdraw(module, lora.KEY)
     patch_model(model)
-    if row.layers == "grouped":
-        group_projections(model)
     return model
 
 
@@ -232,32 +238,6 @@ def with_adapters(model: nn.Module, row: Row, section: dict, seed: int) -> nn.Mo
             if "lora_B" in name:  # zeros at the start, with which A has no gradient
                 parameter.normal_(std=0.02)
     return model
-
-
-def group_projections(model: nn.Module) -> None:
-    """Compute q, k and v in one call of the operator, and gate and up."""
-    for module in model.modules():
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            layers = [getattr(module, name, None) for name in names]
-            if all(isinstance(layer, nn.Module) and lora.is_lora_layer(layer) for layer in layers):
-                share_input(layers)
-
-
-def share_input(layers: list[nn.Module]) -> None:
-    """Let the first of the layers compute the results of all, and the others take theirs."""
-    results: dict[int, Tensor] = {}
-
-    def forward_of(index: int) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            if index == 0:
-                projected = lora.project(x, [lora.read(layer, x) for layer in layers])
-                results.update(enumerate(projected))
-            return results.pop(index)
-
-        return forward
-
-    for index, layer in enumerate(layers):
-        layer.forward = forward_of(index)
 
 
 def profiled(step: Callable[[], None], device: torch.device) -> dict:

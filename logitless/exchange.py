@@ -167,6 +167,11 @@ def state_of(module: nn.Module, key: str) -> Any:
     return None if current is None else current[1]
 
 
+def is_plain_exchange(module: nn.Module, key: str) -> bool:
+    """Whether the exchange under `key` is the module's only one, and its class is not subclassed further."""
+    return module.__dict__[STATES].keys() == {key} and _own(type(module)) == key
+
+
 def stock_forward(module: nn.Module) -> Callable:
     """The forward pass of the module's class, bound to the module: without exchanges, and without a `forward`
     attribute on the instance."""
@@ -211,23 +216,12 @@ def _exchanged_class(stock: type, key: str) -> type:
     namespace = {
         "forward": exchanged_forward,
         "exchange_key": key,
-        "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce_as_stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
     }
     return type(stock)(stock.__name__, (stock,), namespace)
-
-
-def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
-    twin = self.__class__.__new__(self.__class__)
-    memo[id(self)] = twin
-    twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-    for key, entry in list(twin.__dict__.get(STATES, {}).items()):
-        if not entry.copied:
-            withdraw(twin, key)
-    return twin
 
 
 def _reduce_as_stock(self: nn.Module, protocol: int) -> tuple:
@@ -237,4 +231,28 @@ def _reduce_as_stock(self: nn.Module, protocol: int) -> tuple:
     for entry in self.__dict__.get(STATES, {}).values():
         if entry.below is not None:
             state.setdefault("forward", entry.below)
-    return object.__new__, (_stock(type(self)),), state
+    return object.__new__, (_stock(type(self)),), _State(self, state)
+
+
+class _State(dict):
+    """Attributes of an exchanged module: those of a stock module in a pickle, all of them in a deep copy.
+
+    A `__deepcopy__` of the module's class would be called for other objects too: PEFT's models look up what
+    they do not define in the model that they wrap.
+    """
+
+    def __init__(self, module: nn.Module, stock: dict[str, Any]) -> None:
+        super().__init__(stock)
+        self.module = module
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict) -> dict[str, Any]:
+        twin = memo[id(self.module)]
+        twin.__class__ = type(self.module)
+        twin.__dict__.update(copy.deepcopy(self.module.__dict__, memo))
+        for key, entry in list(twin.__dict__.get(STATES, {}).items()):
+            if not entry.copied:
+                withdraw(twin, key)
+        return dict(twin.__dict__)

@@ -168,3 +168,22 @@ def test_for_as_long_as_a_with_statement_on_one_that_stays():
     assert module(1.0).item() == 3
     undo()
     assert type(module) is Stock
+
+
+def test_a_deep_copy_of_a_wrapper_that_passes_names_on_is_one_of_the_wrapper():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):  # as PEFT's models
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    wrapper = Wrapper(nn.Linear(2, 2))
+    exchange(wrapper.inner, "times", times, {"factor": 3.0})
+    twin = copy.deepcopy(wrapper)
+    x = torch.ones(1, 2)
+    assert type(twin) is Wrapper and torch.equal(twin.inner(x), wrapper.inner(x))

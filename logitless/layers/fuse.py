@@ -36,6 +36,7 @@ HELPERS = {
     "_fused_norm_add": fused_forwards.norm_add,
     "_fused_gate": fused_forwards.gate,
     "_fused_gate_packed": fused_forwards.gate_packed,
+    "_fused_projections": lora.project_group,
 }
 
 
@@ -94,10 +95,10 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     """Fuse the elementwise operations between a model's matrix products: norms, rotations, gates, LoRA.
 
     A residual addition is fused with the norm before or after it, the norms of queries and keys with their
-    rotation, the activation of a gated MLP with its product, and the additions, scalings and casts of PEFT's
-    LoRA layers with their products. Loss and gradients change by rounding only; weights, names, hooks,
-    checkpointing and `state_dict` do not change. Only the modules of this model are changed; other models of
-    its class are not.
+    rotation, the activation of a gated MLP with its product, the additions, scalings and casts of PEFT's LoRA
+    layers with their products, and LoRA layers of one input with each other. Loss and gradients change by
+    rounding only; weights, names, hooks, checkpointing and `state_dict` do not change. Only the modules of
+    this model are changed; other models of its class are not.
 
     Args:
         model: a model of transformers, or a module with such layers. It may have PEFT adapters, and may be
@@ -214,7 +215,8 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     rotations, unrecognized = rotations_of(function)
     reason = f"{', '.join(unrecognized)}: its source is not known" if unrecognized else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
-    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations)))
+    projections = {name for name, child in children.items() if state_of(child, lora.KEY) is not None}
+    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations, projections)))
     named_rotations = tuple((name, *rotation.value) for name, rotation in rotations.items())
     rewritten = _rewrite_cached(function, names, named_rotations) if any(names) else None
     if rewritten is None:

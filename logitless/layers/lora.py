@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from logitless.kernels.matmul import has_out_dtype
+from logitless.exchange import is_plain_exchange, state_of, stock_forward
+from logitless.kernels.matmul import accumulate, has_out_dtype
 from logitless.layers.fused_forwards import PLAIN_TYPES, is_transformed, is_untouched
 from logitless.layers.source import UnrecognizedSource, undecorated_forward_of
 
@@ -137,6 +138,28 @@ def projection_forward(
     return project(args[0], [found])[0]
 
 
+def project_group(x: Tensor, *layers: nn.Module) -> dict[int, Tensor]:
+    """Return the results of LoRA layers of one input by position; none if each must be called by itself."""
+    found = _read_group(x, layers)
+    return {} if found is None else dict(enumerate(project(x, found)))
+
+
+def _read_group(x: Tensor, layers: tuple[nn.Module, ...]) -> list[Projection] | None:
+    """Return what the layers compute with; None if calling one of them would run any other code."""
+    found = []
+    for layer in layers:
+        state = state_of(layer, KEY)
+        if state is None or not is_plain_exchange(layer, KEY) or not is_untouched(layer):
+            return None
+        if stock_forward(layer).__func__ is not state.forward:
+            return None
+        projection = read(layer, x)
+        if type(projection) is str:
+            return None
+        found.append(projection)
+    return found
+
+
 def read(module: nn.Module, x: Tensor) -> Projection | str:
     """Return what the layer computes with, or the reason why PEFT's own forward pass must run."""
     if module.disable_adapters:
@@ -189,18 +212,22 @@ def project(x: Tensor, projections: list[Projection]) -> tuple[Tensor, ...]:
     """Return the results of projections of one input (..., K), each (..., O)."""
     weights, biases, many_a, many_b, scales, dropouts = zip(*projections)
     # Cast by autograd, so that it is known as a copy of x where tensors are recomputed.
-    return _Projections.apply(x.to(compute_dtype(x)), scales, dropouts, *weights, *biases, *many_a, *many_b)
+    cast = x.to(compute_dtype(x))
+    # Its gradient would be the sum over the projections, rounded to the products' dtype.
+    uncast = None if cast is x else x
+    return _Projections.apply(cast, uncast, scales, dropouts, *weights, *biases, *many_a, *many_b)
 
 
 class _Projections(torch.autograd.Function):
     """n projections of one x: 2 n + 1 products in the forward pass, 3 n + 2 in the backward pass.
 
     With dropout, the inputs of A differ: 3 n products, and 4 n. Products are written with `out` or in place,
-    to which autocast does not apply.
+    to which autocast does not apply. Where `uncast` is not None, x is its copy in the products' dtype; it has
+    the gradient instead of x, summed in its own dtype.
     """
 
     @staticmethod
-    def forward(ctx, x, scales, dropouts, *tensors):
+    def forward(ctx, x, uncast, scales, dropouts, *tensors):
         n = len(scales)
         weights, biases, many_a, many_b = (tensors[i * n : (i + 1) * n] for i in range(4))
         ranks = [a.shape[0] for a in many_a]
@@ -232,9 +259,10 @@ class _Projections(torch.autograd.Function):
             y.addmm_(part, b.t())
             results.append(result)
         ctx.set_materialize_grads(False)
-        trains_a = any(ctx.needs_input_grad[3 + 2 * n : 3 + 3 * n])
+        trains_a = any(ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n])
         ctx.save_for_backward(x if trains_a else None, h, a, *many_b, *weights, *masks)
         ctx.scales, ctx.dropouts, ctx.ranks, ctx.shape = scales, dropouts, ranks, x.shape
+        ctx.d_x_dtype = x.dtype if uncast is None else uncast.dtype
         ctx.dtypes = [each.dtype for each in tensors[2 * n :]]
         return tuple(results)
 
@@ -244,11 +272,11 @@ class _Projections(torch.autograd.Function):
         n, ranks = len(ctx.scales), ctx.ranks
         x, h, a, *rest = ctx.saved_tensors
         many_b, weights, masks = (rest[i * n : (i + 1) * n] for i in range(3))
-        needs_x, needs_a = ctx.needs_input_grad[0], ctx.needs_input_grad[3 + 2 * n : 3 + 3 * n]
-        needs_b = ctx.needs_input_grad[3 + 3 * n :]
+        needs_x, needs_a = ctx.needs_input_grad[0], ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n]
+        needs_b = ctx.needs_input_grad[4 + 3 * n :]
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         d_h = torch.empty_like(h)
-        d_x = h.new_empty(h.shape[0], ctx.shape[-1]) if needs_x else None
+        d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
         is_first = True
         for i, (d_y, part, d_part) in enumerate(zip(grads, h.split(ranks, 1), d_h.split(ranks, 1))):
@@ -260,8 +288,7 @@ class _Projections(torch.autograd.Function):
             if needs_b[i]:
                 d_b[i] = _product(d_y.t(), part, ctx.dtypes[n + i])
             if needs_x:
-                weight = weights[i].to(d_y.dtype)
-                torch.mm(d_y, weight, out=d_x) if is_first else d_x.addmm_(d_y, weight)
+                accumulate(d_x, d_y.t(), weights[i].to(d_y.dtype), first=is_first)
                 is_first = False
         if any(ctx.dropouts):
             for i, (d_part, each) in enumerate(zip(d_h.split(ranks, 1), a.split(ranks))):
@@ -271,9 +298,9 @@ class _Projections(torch.autograd.Function):
                     dropped = rows if masks[i] is None else rows * masks[i]
                     d_a[i] = _product(d_part.t(), dropped, ctx.dtypes[i])
                 if needs_x and masks[i] is None:
-                    d_x.addmm_(d_part, each)
+                    accumulate(d_x, d_part.t(), each, first=False)
                 elif needs_x:
-                    d_x.addcmul_(torch.mm(d_part, each, out=torch.empty_like(d_x)), masks[i])
+                    d_x.addcmul_(torch.mm(d_part, each), masks[i])
         else:
             if any(needs_a):
                 parts = _product(d_h.t(), rows, ctx.dtypes[0]).split(ranks)
@@ -283,9 +310,10 @@ class _Projections(torch.autograd.Function):
                     for part, needed, d_y in zip(parts, needs_a, grads)
                 ]
             if needs_x:
-                d_x.addmm_(d_h, a)
+                accumulate(d_x, d_h.t(), a, first=False)
         d_x = None if d_x is None else d_x.view(ctx.shape)
-        return d_x, None, None, *[None] * (2 * n), *d_a, *d_b
+        d_inputs = (d_x, None) if ctx.d_x_dtype == h.dtype else (None, d_x)
+        return *d_inputs, None, None, *[None] * (2 * n), *d_a, *d_b
 
 
 def _cast_adapters(

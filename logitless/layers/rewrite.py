@@ -9,6 +9,11 @@ Replacements in a module whose `norm` and `act` can be fused (for any names, and
     self.act(a) * b                                         _fused_gate(self.act, a, b)
     a, b = x.chunk(2, dim=-1); ... self.act(a) * b          _fused_gate_packed(self.act, x)
 
+and in a module whose `a` and `b` are LoRA layers:
+
+    y = self.a(x); z = self.b(x)                            g = _fused_projections(x, self.a, self.b)
+                                                            y = g.pop(0) if g else self.a(x); z = ...
+
 Every replacement computes the same as the statements that it replaces, for any operands
 (`fused_forwards.py`). Therefore the rest of the forward pass does not matter, and no table of the forward
 passes of decoder layers and attentions is needed.
@@ -25,6 +30,7 @@ from logitless.layers.source import UnrecognizedSource, rewrap, tree_of
 from logitless.layers.statements import (
     FusibleNames,
     find_norm_before,
+    find_projections,
     is_loaded,
     is_name,
     is_self_attribute,
@@ -109,13 +115,16 @@ class _Rewriter(ast.NodeTransformer):
         self.tree = tree
         self.fusible = fusible
         self.replaced = []
+        self.num_groups = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
         for field in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, field, None), list):
                 self._fuse_norms_into_rotation(block)
                 self._fuse_packed_gate(block)
-                setattr(node, field, self._fuse_statements(block))
+                block = self._fuse_statements(block)
+                self._group_projections(block)
+                setattr(node, field, block)
         return super().visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -234,6 +243,29 @@ class _Rewriter(ast.NodeTransformer):
                 )
                 replace_node(second, product, ast.copy_location(call, product))
                 self.replaced.append(f"gate {act.attr} of both halves of one tensor")
+
+    def _group_projections(self, block: list[ast.stmt]) -> None:
+        """Compute projections of one input by one call before the first; without results, by their own."""
+        groups = find_projections(block, self.fusible)
+        # From the last, as each adds a statement; groups at one position in their order.
+        for position, calls in sorted(reversed(groups), key=lambda group: group.position, reverse=True):
+            name = f"_projections_{self.num_groups}"
+            self.num_groups += 1
+            value = ast.Call(
+                ast.Name("_fused_projections", ast.Load()),
+                [calls[0].args[0], *(self_attribute(call.func.attr) for call in calls)],
+                [],
+            )
+            for index, call in enumerate(calls):
+                results = ast.Name(name, ast.Load())
+                result = ast.Call(ast.Attribute(results, "pop", ast.Load()), [ast.Constant(index)], [])
+                either = ast.copy_location(ast.IfExp(results, result, call), call)
+                for statement in block[position:]:
+                    replace_node(statement, call, either)
+            block.insert(position, make_assignment(value, name, at=block[position]))
+        self.replaced += [
+            f"{', '.join(call.func.attr for call in group.calls)} of one input" for group in groups
+        ]
 
     def _is_only_use(self, name: str, first: ast.stmt, second: ast.stmt) -> bool:
         """Whether the product in `second` is the only use of the value that `first` assigns to the name."""

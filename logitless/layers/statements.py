@@ -1,6 +1,7 @@
 """Functions that match the statements that `rewrite.py` replaces, and generate the new ones."""
 
 import ast
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -12,12 +13,14 @@ class FusibleNames(NamedTuple):
         rms_norms: those of `norms` that are RMS norms.
         activations: attributes of the module that are activations.
         rotations: functions that rotate queries and keys.
+        projections: attributes of the module that are LoRA layers.
     """
 
     norms: frozenset[str]
     rms_norms: frozenset[str]
     activations: frozenset[str]
     rotations: frozenset[str]
+    projections: frozenset[str] = frozenset()
 
 
 class NormCall(NamedTuple):
@@ -186,3 +189,119 @@ def match_gate(node: ast.BinOp, fusible: FusibleNames) -> tuple[ast.Attribute, a
             if len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred):
                 return call.func, call.args[0], b
     return None
+
+
+# Attributes of a tensor that changes of its values do not affect.
+METADATA = ("shape", "dtype", "device", "ndim")
+# Expressions with parts that may not be evaluated, or several times.
+CONDITIONAL = (
+    ast.IfExp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.Lambda,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+)
+
+
+class ProjectionGroup(NamedTuple):
+    """Calls `self.a(x)`, `self.b(x)`, ... of one input, in the order of evaluation."""
+
+    position: int  # of the statement with the first call, in its block
+    calls: list[ast.Call]
+
+
+def find_projections(block: list[ast.stmt], fusible: FusibleNames) -> list[ProjectionGroup]:
+    """Return the calls of different LoRA layers of one input x that can be one call before the first.
+
+    Their statements follow each other in one block: assignments to names, and possibly a `return` at the end.
+    Each call is evaluated exactly once. From the first statement to the last, x is used in nothing else, and
+    neither assigned nor changed in place.
+    """
+    calls_of = [_projection_calls(statement, fusible) for statement in block]
+    inputs = dict.fromkeys(call.args[0].id for calls in calls_of for call in calls)
+    return [group for x in inputs for group in _find_projections_of(x, block, calls_of)]
+
+
+def _find_projections_of(
+    x: str, block: list[ast.stmt], calls_of: list[list[ast.Call]]
+) -> Iterator[ProjectionGroup]:
+    group = ProjectionGroup(0, [])
+    for position, (statement, calls) in enumerate(zip(block, calls_of)):
+        calls = [call for call in calls if call.args[0].id == x]
+        if not _has_no_other_use(x, statement, calls):
+            yield from _complete(group)
+            group = ProjectionGroup(0, [])
+            continue
+        names = [call.func.attr for call in (*group.calls, *calls)]
+        if len(set(names)) < len(names):
+            yield from _complete(group)
+            group = ProjectionGroup(0, [])
+        group = ProjectionGroup(group.position if group.calls else position, [*group.calls, *calls])
+        if x in _assigned_names(statement):
+            yield from _complete(group)
+            group = ProjectionGroup(0, [])
+    yield from _complete(group)
+
+
+def _complete(group: ProjectionGroup) -> list[ProjectionGroup]:
+    names = {call.func.attr for call in group.calls}
+    return [group] if 1 < len(names) == len(group.calls) else []
+
+
+def _projection_calls(statement: ast.stmt, fusible: FusibleNames) -> list[ast.Call]:
+    """Return all calls `self.a(x)` of LoRA layers with a name x that the statement evaluates exactly once."""
+    if not isinstance(statement, (ast.Assign, ast.Return)):
+        return []
+    found = []
+    nodes = [statement]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, CONDITIONAL):
+            continue
+        # In reverse, as the last is popped first.
+        nodes += reversed(list(ast.iter_child_nodes(node)))
+        if (
+            isinstance(node, ast.Call)
+            and is_self_attribute(node.func)
+            and node.func.attr in fusible.projections
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Name)
+            and not node.keywords
+        ):
+            found.append(node)
+    return found
+
+
+def _has_no_other_use(x: str, statement: ast.stmt, calls: list[ast.Call]) -> bool:
+    """Whether the statement may be between two of the calls of x, or hold some: see `find_projections`."""
+    if not isinstance(statement, (ast.Assign, ast.Return)):
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    for target in targets:
+        if not all(isinstance(node, (ast.Name, ast.Tuple, ast.expr_context)) for node in ast.walk(target)):
+            return False
+    allowed = {id(call.args[0]) for call in calls}
+    nodes = [] if statement.value is None else list(ast.walk(statement.value))
+    for node in nodes:
+        if isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)) or _is_in_place(node):
+            return False
+        if isinstance(node, ast.Attribute) and node.attr in METADATA:
+            allowed.add(id(node.value))
+    return not any(is_name(node, x) and id(node) not in allowed for node in nodes)
+
+
+def _is_in_place(node: ast.AST) -> bool:
+    """Whether the node is a call that by its name changes a tensor in place: `y.mul_(2)`, `f(y, out=x)`."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    names_a_change = name.endswith("_") and not name.endswith("__")
+    return names_a_change or any(keyword.arg in ("out", "inplace") for keyword in node.keywords)
+
+
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
