@@ -40,20 +40,16 @@ from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import over_rows
 from logitless.engine.gradients import Gradients, either, finish
 from logitless.engine.graph_names import graph_key
-from logitless.engine.objectives.base import Objective, settled
-from logitless.engine.objectives.gathered import GatheredProjection
-from logitless.engine.objectives.replay import ReplayObjective, ReplayProjection
 from logitless.engine.plan import Pass, Plan, Write
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.readers.base import METRICS, Reader, settled
+from logitless.engine.readers.gathered import GatheredProjection
+from logitless.engine.readers.replay import ReplayProjection, ReplayReader
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
+from logitless.engine.terms import UnitFactors
 from logitless.errors import value_error
-from logitless.kernels.head.scale import scale
-
-# Number of rows that `scale_cached_grad` scales at a time. Its temporaries (rows, H) are small compared with
-# d_hidden.
-SCALED_ROWS = 2048
 
 
 class Mode(Enum):
@@ -69,7 +65,7 @@ class CallResult(NamedTuple):
 
     loss: Tensor | None  # 0-d
     metrics: Tensor | None  # (heads, 1 + metrics): the loss of each head, then its metrics
-    statistics: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
+    statistics: dict[str, Tensor]  # statistics by name: (N, ...) per token, or `METRICS`
     plan: Plan | None  # None inside a compiled graph
 
 
@@ -114,7 +110,7 @@ def run_calls(
         run = CallSpec(mode, None, signature, sequences, main, grad_scale)
     outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, tensors)[0]
     if mode is Mode.PER_TOKEN:
-        names = loss.objective.statistic_names(loss)
+        names = loss.reader.statistic_names(loss)
         return CallResult(None, None, dict(zip(names, outputs, strict=True)), run.plan)
     value, metrics, *statistics = outputs
     # With a main gradient there is no d_logps: the forward pass computes no gradient.
@@ -193,9 +189,8 @@ class FusedLinearBase(torch.autograd.Function):
             ctx.run = run
             ctx.save_for_backward(*tensors, *saved, *outputs)
             loss = run.signature.loss
-            objective = loss.objective
-            names = objective.statistic_names(loss)
-            differentiable = objective.differentiable_names(loss)
+            names = loss.reader.statistic_names(loss)
+            differentiable = loss.reader.differentiable_names(loss)
             plain = [x for name, x in zip(names, outputs, strict=True) if name not in differentiable]
             ctx.mark_non_differentiable(*plain)
         return outputs
@@ -218,7 +213,7 @@ class FusedLinearBase(torch.autograd.Function):
 # -- The chunk loop
 
 
-def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients) -> None:
+def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradients: Gradients) -> None:
     """Run the spans of `plan`: compute logits, statistics, loss and gradients, chunk by chunk.
 
     1. Allocate one buffer of logits for all chunks. The gradient of a chunk overwrites its logits.
@@ -227,19 +222,19 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gr
 
     2. `head.take`: take the chunk's hidden states, run the layers in front of the head, and convert the
        targets to columns of this rank's logits.
-    3. `objective.fill`: compute the values of the reference or teacher, project the chunk (product 1), and
+    3. `reader.read`: compute the values of the reference or teacher, project the chunk (product 1), and
        compute its statistics. One kernel may also write the gradient up to a factor per row.
-    4. If `fill` wrote the gradient, queue product 2 (`head.backproject`) at once, and evaluate the loss on a
+    4. If `read` wrote the gradient, queue product 2 (`head.backproject`) at once, and evaluate the loss on a
        side stream.
 
     When all chunks of the span are read:
 
-    5. `objective.evaluate`: compute the loss of these rows, and its gradient with respect to their
+    5. `reader.evaluate`: compute the loss of these rows, and its gradient with respect to their
        statistics.
 
     Then, for each chunk again, which is projected a second time if the span has several:
 
-    6. If `fill` did not write the gradient: overwrite the logits with their gradient, then run product 2.
+    6. If `read` did not write the gradient: overwrite the logits with their gradient, then run product 2.
     7. `head.scale`: apply the row factors to d_features and to the features (or to a copy of them).
     8. `head.reduce`: start the sum of d_features over the ranks of tp_group.
     9. `gradients.add`: add the chunk's d_weight and d_bias (product 3) while this sum runs.
@@ -256,13 +251,13 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gr
 
     cp_group: the ranks have different rows, and may run different numbers of chunks. For a loss of sequences,
     all rows of a rank form one span, and the ranks exchange sums in the single evaluation (step 5). For a
-    loss of single tokens, the loop has no collective, and `objectives.base.settled` sums the loss after the
+    loss of single tokens, the loop has no collective, and `readers.base.settled` sums the loss after the
     loop.
 
     torch.compile: the loop runs eagerly in the body of an operator (`operators`), and Dynamo does not trace
     it.
     """
-    buffer, place = head.new_buffer(plan, fused_epilogue=objective.fused_epilogue)
+    buffer, place = head.new_buffer(plan, fused_epilogue=reader.fused_epilogue)
 
     def take(start: int, stop: int, kind: object, *, reads: bool, writes: bool) -> Chunk:
         size = stop - start
@@ -272,9 +267,9 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gr
 
     def write(chunk: Chunk) -> None:
         if chunk.gradient is None:
-            objective.write(chunk, head)
+            reader.write(chunk, head)
             head.backproject(chunk)
-        chunk.factors = objective.row_factors(chunk)  # empty for a loss of logits
+        chunk.factors = reader.row_factors(chunk)  # empty for a loss of logits
         head.scale(chunk)  # apply the factors to d_features and to the features of product 3
         arrival = head.reduce(chunk)  # start the sum over ranks
         gradients.add(chunk, head)  # product 3, overlaps the sum
@@ -285,7 +280,7 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gr
         beside = nullcontext()
         for part in span.chunks:
             chunk = take(*part, reads=plan.reads, writes=plan.writes is not Write.NEVER and not recompute)
-            objective.fill(chunk, head)  # reference or teacher, product 1, statistics
+            reader.read(chunk, head)  # reference or teacher, product 1, statistics
             if chunk.gradient is not None:
                 # Only a factor per row is missing. Queue product 2 before the host evaluates the loss, so
                 # that the GPU is busy during the evaluation.
@@ -296,12 +291,12 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, objective: Objective, gr
         if plan.evaluates:
             with beside:  # tiny kernels that overlap product 2
                 # A rank without rows also evaluates, because the evaluation may contain collectives.
-                objective.evaluate(span)
+                reader.evaluate(span)
         if plan.writes is Write.AFTER_LOSS:
             for part in span.chunks:
                 if recompute:
                     chunk = take(*part, reads=False, writes=True)
-                    objective.fill(chunk, head)  # product 1 again
+                    reader.read(chunk, head)  # product 1 again
                 write(chunk)
 
 
@@ -343,12 +338,14 @@ def run_head(
     rows: Rows,
     purpose: Pass,
     gradients: Gradients,
-    make_objective: Callable[[Plan], Objective],
+    factors: UnitFactors | None = None,
+    known: Mapping[str, Tensor] | None = None,
+    upstream: Mapping[str, Tensor] | None = None,
     *,
     deferred: float | Tensor = 1.0,
     heads: int = 1,
     d_weight_in_stat_dtype: bool = False,
-) -> tuple[Plan, Objective, Projection]:
+) -> tuple[Plan, Reader, Projection]:
     """Run the chunk loop of one head, and add its gradients, up to `deferred`, to `gradients`.
 
     Args:
@@ -356,23 +353,23 @@ def run_head(
         rows: the rows to project.
         purpose: the kind of the pass.
         gradients: the sums over all heads of the public call.
-        make_objective: returns the objective of a plan.
+        factors, known, upstream: see `Reader`.
         deferred: the factor by which the backward pass multiplies the gradients.
         heads: number of heads of the public call.
         d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
     """
     plan = plan_for(call, rows, purpose, heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
-    objective = make_objective(plan)
+    reader = reader_of(call)(call, rows, plan, factors, known, upstream)
     writes = plan.writes is not Write.NEVER
     head = projection_of(plan)(call, rows, gradients=writes)
     if writes:
         gradients.open(call, deferred, several_chunks=plan.d_weight_parts > 1)
-    run_spans(plan, rows.chunked, head, objective, gradients)
+    run_spans(plan, rows.chunked, head, reader, gradients)
     if plan.strategy == "cached_grad" and plan.evaluates:
-        scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
+        reader.finish_cached_grad(head.d_hidden, head.d_hidden, head)
     if writes:
         gradients.close(call, head, deferred)
-    return plan, objective, head
+    return plan, reader, head
 
 
 @dataclass
@@ -404,7 +401,7 @@ class Solved:
 class Statistics:
     """Per-token statistics of a call."""
 
-    named: dict[str, Tensor]  # by name: (N,) per token, 0 for ignored tokens; or 0-d
+    named: dict[str, Tensor]  # by name: (N, ...) per token, 0 for ignored tokens; or `METRICS`
     dlogp_dhidden: Tensor | None  # (N, H) d logp / d hidden, if the plan keeps it
     rows: Rows
     plan: Plan
@@ -432,17 +429,17 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
     metrics = []
     for call, rows in chosen:
         factors, deferred = unit_factors(call, rows, deferred)
-        plan, objective, _ = run_head(
+        plan, reader, _ = run_head(
             call,
             rows,
             Pass.SOLVE,
             gradients,
-            lambda plan: objective_of(call).for_loss(call, rows, plan, factors),
+            factors,
             deferred=deferred,
             heads=len(chosen),
             d_weight_in_stat_dtype=fixed_dtypes or main is not None,
         )
-        total, head_metrics = settled(call, objective.reports, factors.metrics)
+        total, head_metrics = settled(call, reader.reports, factors.metrics)
         # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read
         # back.
         is_one = isinstance(deferred, float) and deferred == 1.0
@@ -450,7 +447,7 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
         head_loss = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
         metrics.append(torch.stack([head_loss, *head_metrics]))
     asked = call.loss.return_logps or call.loss.return_predictions
-    tokens = _tokens(call, rows, objective, deferred) if asked else []
+    tokens = _tokens(call, rows, reader, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
     return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, gradients, plan, rows)
 
@@ -484,19 +481,19 @@ def _plan_into_main(call: HeadCall, solved: Solved) -> Plan:
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
     """Names of the per-token statistics that `solve` also returns, in order. They depend on the options."""
     if loss.return_logps:
-        return (*loss.objective.statistic_names(loss), "d_logps")
+        return (*loss.reader.statistic_names(loss), "d_logps")
     return ("predictions",) if loss.return_predictions else ()
 
 
-def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
+def _tokens(call: HeadCall, rows: Rows, reader: Reader, deferred: float | Tensor) -> list[Tensor]:
     """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
     names = solved_names(call.loss)
-    statistics = objective.named_statistics()
+    statistics = reader.named_statistics()
     N = call.targets.shape[0]
     if "d_logps" in names:
         has_grad = call.trainable and "logps" in call.loss.differentiates
         zero = torch.zeros_like(statistics["logps"])
-        statistics["d_logps"] = objective.grads.logps * deferred if has_grad else zero
+        statistics["d_logps"] = reader.grads.logps * deferred if has_grad else zero
         if has_grad and rows.replay is not None:
             statistics["d_logps"] = rows.replay.in_row_order(statistics["d_logps"])
     return [rows.scattered(statistics[name], N) for name in names]
@@ -514,15 +511,9 @@ def token_statistics(call: HeadCall) -> Statistics:
 
 def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
     N = call.targets.shape[0]
-    plan, objective, head = run_head(
-        call,
-        rows,
-        Pass.STATISTICS,
-        Gradients([call], fixed_dtypes=False),
-        lambda plan: objective_of(call).for_stats(call, rows, plan),
-    )
+    plan, reader, head = run_head(call, rows, Pass.STATISTICS, Gradients([call], fixed_dtypes=False))
     statistics = {
-        name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
+        name: x if name == METRICS else rows.scattered(x, N) for name, x in reader.named_statistics().items()
     }
     return Statistics(statistics, head.d_hidden, rows, plan)
 
@@ -553,7 +544,7 @@ def token_gradients(
         call, rows = resolve_rows(call)
     else:
         call = call.with_shards(rows.shards)
-    kind = call.loss.objective
+    kind = call.loss.reader
     differentiable = kind.differentiable_names(call.loss)
     named = list(zip(kind.statistic_names(call.loss), statistics, upstream, strict=True))
     named_grads = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
@@ -564,14 +555,14 @@ def token_gradients(
         named_grads = {name: _masked(x, rows.supervised) for name, x in named_grads.items()}
     everything = rows.at(0, rows.count)
     grads = {name: x[everything].to(call.stat_dtype) for name, x in named_grads.items()}
-    row_statistics = {name: x[everything] for name, x, _ in named if x.dim()}
+    row_statistics = {name: x[everything] for name, x, _ in named if name != METRICS}
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
-        objective = kind.for_backward(call, rows, row_statistics, grads)
+        reader = kind(call, rows, None, None, row_statistics, grads)
         head = Projection(call, rows, gradients=False)
         make = torch.empty_like if rows.index is None else torch.zeros_like
         head.d_hidden = make(dlogp_dhidden)
-        scale_cached_grad(dlogp_dhidden, head.d_hidden, objective, head)
+        reader.finish_cached_grad(dlogp_dhidden, head.d_hidden, head)
         gradients.close(call, head, one)
         return one, gradients
     deferred = one
@@ -586,7 +577,9 @@ def token_gradients(
         rows,
         Pass.GRADIENTS,
         gradients,
-        lambda plan: objective_of(call).for_backward(call, rows, row_statistics, grads),
+        None,
+        row_statistics,
+        grads,
         deferred=deferred,
         d_weight_in_stat_dtype=fixed_dtypes,
     )
@@ -598,9 +591,9 @@ def _masked(x: Tensor, supervised: Tensor) -> Tensor:
     return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
-def objective_of(call: HeadCall) -> type[Objective]:
-    """The objective class of a call: `ReplayObjective` with a sampling mask, else that of the loss."""
-    return call.loss.objective if call.sets is None else ReplayObjective
+def reader_of(call: HeadCall) -> type[Reader]:
+    """The reader class of a call: `ReplayReader` with a sampling mask, else that of the loss."""
+    return call.loss.reader.of(call) if call.sets is None else ReplayReader
 
 
 def projection_of(plan: Plan) -> type[Projection]:
@@ -608,28 +601,6 @@ def projection_of(plan: Plan) -> type[Projection]:
     if plan.replay is not None:
         return ReplayProjection
     return GatheredProjection if plan.columns else Projection
-
-
-def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
-    """Compute d_hidden from `dlogp_dhidden` (N, H) and the gradients of the statistics (strategy
-    cached_grad).
-
-    Writes d_hidden to `out` (N, H), which may be `dlogp_dhidden`.
-    """
-    rows = objective.rows
-    factor = objective.cached_grad_factor()
-    if factor is not None:
-        # Rows that were not projected get a factor of 0.
-        scale(dlogp_dhidden, rows.scattered(factor, dlogp_dhidden.shape[0]), out)
-        return
-    for start in range(0, rows.count, SCALED_ROWS):
-        stop = min(start + SCALED_ROWS, rows.count)
-        at = rows.at(start, stop)
-        scaled = objective.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), head).to(out.dtype)
-        if isinstance(at, slice):
-            out[at] = scaled
-        else:
-            out.index_copy_(0, at, scaled)
 
 
 # -- Forward and backward pass of each mode
@@ -661,7 +632,7 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
     if run.mode is Mode.PER_TOKEN:
         statistics = token_statistics(calls[0])
         run.plan = statistics.plan
-        names = loss.objective.statistic_names(loss)
+        names = loss.reader.statistic_names(loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
     solved = solve(calls, fixed_dtypes=False)
     run.plan = solved.plan

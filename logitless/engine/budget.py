@@ -194,7 +194,7 @@ def plan_for(
     device = call.weight.device
     needs = call.needs
     budget = loss.logits_budget or default_budget(device)
-    costs = loss.objective.costs(call, budget, purpose)
+    costs = loss.reader.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
     if rows.teacher is not None:
         row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
@@ -242,7 +242,7 @@ def plan_for(
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:
         needed = max(rows.group_sizes) * row_bytes
-        enough = needed + loss.objective.costs(call, 2 * needed, purpose).fixed_bytes
+        enough = needed + loss.reader.costs(call, 2 * needed, purpose).fixed_bytes
         warn_once(
             loss,
             "group",

@@ -117,7 +117,7 @@ class HeadCall:
         if shards is None:
             projected = self.weight if self.frozen is None else self.frozen, self.inputs.get("ref_weight")
             served = fused_projection.serves(self.dtype, self.hidden.shape[1], *projected)
-            fp32_logits = served and loss.objective.takes_fp32_logits(loss, stat)
+            fp32_logits = served and loss.reader.takes_fp32_logits(loss, stat)
         else:
             fp32_logits = shards.fp32_logits
         self.__dict__.update(
@@ -135,7 +135,7 @@ class HeadCall:
     def keeps_dlogp_dhidden(self) -> bool:
         """Whether a pass that returns per-token statistics also keeps d logp / d hidden."""
         hidden_alone = self.needs.hidden and not (self.needs.weight or self.needs.bias)
-        return hidden_alone and self.sets is None and self.loss.objective.linear_in_logps(self.loss)
+        return hidden_alone and self.sets is None and self.loss.reader.linear_in_logps(self.loss)
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":
         """Return the call with the shard sizes and kernels of all ranks; unchanged if `shards` is None."""

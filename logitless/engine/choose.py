@@ -97,7 +97,7 @@ def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
     piece = 1
     if not call.vocabulary.sharded:
         budget = loss.logits_budget or default_budget(call.weight.device)
-        costs = loss.objective.costs(call, budget, Pass.SOLVE)
+        costs = loss.reader.costs(call, budget, Pass.SOLVE)
         needed = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1]
         piece = TILE if needed <= budget - costs.fixed_bytes else 1
     rows = call.inputs[loss.teacher_rows]

@@ -70,7 +70,7 @@ def statistics_op(tensors: Sequence[Tensor | None], sequences: int, key: str) ->
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
         statistics = base.token_statistics(call)
-        names = call.loss.objective.statistic_names(call.loss)
+        names = call.loss.reader.statistic_names(call.loss)
         return [_present(statistics.dlogp_dhidden, call.hidden), *(statistics.named[name] for name in names)]
 
 
@@ -80,7 +80,7 @@ def _(tensors, sequences, key):
     loss = call.loss
     hidden = call.hidden
     cached_grad = call.keeps_dlogp_dhidden
-    shapes = loss.objective.statistic_shapes(loss, call.targets.shape[0], call.inputs).values()
+    shapes = loss.reader.statistic_shapes(loss, call.targets.shape[0], call.inputs).values()
     kind = d_hidden_dtype(call.dtype) if cached_grad else hidden.dtype
     dlogp_dhidden = hidden.new_empty(hidden.shape if cached_grad else 0, dtype=kind)
     return [

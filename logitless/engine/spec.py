@@ -115,8 +115,8 @@ class LossSpec(Protocol):
     # Name of the input (N,) that maps each row to a row of `teacher_hidden`; None: row i is compared with row
     # i of the teacher.
     teacher_rows: ClassVar[str | None]
-    # The Objective class that evaluates the loss.
-    objective: ClassVar[type]
+    # The Reader class that reads the logits of the loss.
+    reader: ClassVar[type]
 
     @property
     def head(self) -> LogitTransform:

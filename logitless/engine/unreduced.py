@@ -6,8 +6,9 @@ from torch import Tensor
 from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall, check_constant
-from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.plan import Plan
+from logitless.engine.readers.base import METRICS
+from logitless.engine.readers.logits import LogitsReader
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Role, looks_at_sequences
@@ -20,16 +21,15 @@ def unreduced_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
     """Return (values of the loss, one per unit; metrics; requested per-token statistics; plan)."""
     loss = call.loss
-    if issubclass(loss.objective, LogitsObjective):
+    if issubclass(loss.reader, LogitsReader):
         for name, x in call.inputs.items():
             check_constant(name, x)
     outcome = run_calls([call], Mode.PER_TOKEN)
     statistics = dict(outcome.statistics)
     if "values" in statistics:
         # The values of a `LogitsLoss` were computed chunk by chunk.
-        values = statistics.pop("values").view(shape)
-        metrics = torch.stack(list(statistics.values())) if statistics else values.new_zeros(0)
-        return values, metrics, {}, outcome.plan
+        values = statistics["values"].view(shape)
+        return values, statistics.get(METRICS, values.new_zeros(0)), {}, outcome.plan
     batch = _whole_batch(call)
     dtype = statistics["lse"].dtype
     terms, metrics = evaluate_terms(loss, statistics, batch)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.objectives.logits import LogitsObjective
-from logitless.engine.objectives.tokens import TokenObjective
+from logitless.engine.readers.logits import LogitsReader
+from logitless.engine.readers.tokens import TokenReader
 from logitless.engine.terms import Term
 from logitless.errors import value_error
 from logitless.kernels.head.transform import LogitTransform
@@ -39,7 +39,7 @@ class TokenLoss(LinearLoss):
 
     differentiates: ClassVar[tuple[str, ...]] = ("logps",)
     observes: ClassVar[tuple[str, ...]] = ()
-    objective: ClassVar[type] = TokenObjective
+    reader: ClassVar[type] = TokenReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LogitsLoss(LinearLoss):
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
 
-    objective: ClassVar[type] = LogitsObjective
+    reader: ClassVar[type] = LogitsReader
     vocab_parallel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -84,10 +84,10 @@ def check_statistics(cls: type, differentiates: object, observes: object) -> Non
 
     Called when the class is defined and, as both may be properties, when the loss is constructed.
     """
-    objective = cls.objective
+    reader = cls.reader
     for field, declared, allowed, which in (
-        ("differentiates", differentiates, objective.differentiable, "a gradient"),
-        ("observes", observes, objective.statistics, "them"),
+        ("differentiates", differentiates, reader.differentiable, "a gradient"),
+        ("observes", observes, reader.statistics, "them"),
     ):
         if isinstance(declared, property):
             continue
@@ -99,7 +99,7 @@ def check_statistics(cls: type, differentiates: object, observes: object) -> Non
             if name not in allowed:
                 expected = f"any of {', '.join(allowed) or 'none'} in {cls.__name__}, which have {which}"
                 remedy = "leave it out"
-                if field == "differentiates" and name in objective.statistics:
+                if field == "differentiates" and name in reader.statistics:
                     remedy = "put it into observes and take it as a constant, or write a LogitsLoss"
                 raise type_error(field, expected, repr(name), remedy)
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.objectives.ids import IdsObjective, TopkObjective
 from logitless.engine.operands import INTEGERS, SplitHead, checked_boundaries, shifted, supervised_where
 from logitless.engine.plan import Plan
+from logitless.engine.readers.ids import IdsReader, TopkReader
 from logitless.engine.terms import Term
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
@@ -40,13 +40,13 @@ class TopkLogprobs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class IdsStatistics(LinearLoss):
-    """The statistics of ids (..., k) that `IdsObjective` computes, as tensors for autograd."""
+    """The statistics of ids (..., k) that `IdsReader` computes, as tensors for autograd."""
 
     entropy: bool | str = False
 
     k: ClassVar[int | None] = None
     prediction_inputs: ClassVar = ("ids",)
-    objective: ClassVar[type] = IdsObjective
+    reader: ClassVar[type] = IdsReader
     reduction: ClassVar = "none"
 
     @property
@@ -88,12 +88,12 @@ class IdsStatistics(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class TopkStatistics(IdsStatistics):
-    """The k ids with the largest logits and their statistics, without gradients (`TopkObjective`)."""
+    """The k ids with the largest logits and their statistics, without gradients (`TopkReader`)."""
 
     k: int = 1
     unmasked: bool = False
 
-    objective: ClassVar[type] = TopkObjective
+    reader: ClassVar[type] = TopkReader
     differentiates: ClassVar = ()
 
     def slots(self, inputs) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
-from logitless.engine.objectives.speculator import SpeculatorObjective, chain_metrics
 from logitless.engine.operands import (
     MASKS,
     NAN_MASK,
@@ -19,6 +18,7 @@ from logitless.engine.operands import (
     masked,
     sequence_numbers,
 )
+from logitless.engine.readers.speculator import SpeculatorReader, chain_metrics
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, type_error, value_error
@@ -133,7 +133,7 @@ class SpeculatorLoss(LogitsLoss):
     teacher_softmax: Literal["full", "draft"] = "full"
     drop_outside: bool = False
 
-    objective: ClassVar[type] = SpeculatorObjective
+    reader: ClassVar[type] = SpeculatorReader
     needs_targets: ClassVar = False
     teacher: ClassVar = True
     teacher_rows: ClassVar = "teacher_rows"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.objectives.support import SupportObjective
+from logitless.engine.readers.support import SupportReader
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, type_error, value_error
@@ -94,7 +94,7 @@ class SupportDistillation(LinearLoss):
     teacher_logit_scale: float = 1.0
     teacher_is_topk: bool = False
 
-    objective: ClassVar[type] = SupportObjective
+    reader: ClassVar[type] = SupportReader
     teacher: ClassVar = True
     token_inputs: ClassVar = ("labels",)
     prediction_inputs: ClassVar = ("ids", "teacher_logps")

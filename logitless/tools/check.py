@@ -177,7 +177,7 @@ def _many_chunks_budget(call: HeadCall) -> int:
     """Return a budget with which the logits are cut into about CHUNKS chunks."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
     purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
-    costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
+    costs = functools.partial(call.loss.reader.costs, call, purpose=purpose)
     row_budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
     budget = row_budget
     # The fixed temporaries depend on the budget, and take up to a quarter of it.

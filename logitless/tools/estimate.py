@@ -414,7 +414,7 @@ class _Planner:
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
             return CallResult(zeros.sum(), zeros, {}, self.plan)
-        shapes = loss.objective.statistic_shapes(loss, N, call.inputs).items()
+        shapes = loss.reader.statistic_shapes(loss, N, call.inputs).items()
         statistics = {
             name: torch.zeros(size, dtype=statistic_dtype or dtype, device=device)
             for name, (size, statistic_dtype) in shapes
@@ -489,4 +489,4 @@ def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[
 def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:
     """Return the bytes of the temporaries that do not grow with the rows."""
     budget = call.loss.logits_budget or default_budget(call.weight.device)
-    return call.loss.objective.costs(call, budget, purpose).fixed_bytes
+    return call.loss.reader.costs(call, budget, purpose).fixed_bytes

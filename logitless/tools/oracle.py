@@ -14,10 +14,10 @@ from torch import Tensor
 from logitless.engine.base import CallResult, Mode
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall, pack, unpack
-from logitless.engine.objectives.base import batch_of
-from logitless.engine.objectives.ids import IdsObjective
-from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.plan import Span
+from logitless.engine.readers.base import METRICS, batch_of
+from logitless.engine.readers.ids import IdsReader
+from logitless.engine.readers.logits import LogitsReader
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
@@ -55,18 +55,18 @@ class Oracle:
         """Return the result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows = rows_in_order(call)
         N = call.targets.shape[0]
-        if not issubclass(call.loss.objective, LogitsObjective):
+        if not issubclass(call.loss.reader, LogitsReader):
             statistics, _ = self._statistics(call, rows)
             return {name: rows.scattered(x, N) for name, x in statistics.items()}
         terms, metrics = self._terms(call, rows)
         counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
         metric_values = _compute_metrics(call, metrics, metric_factors(counts, call.stat_dtype))
-        metrics_by_name = dict(zip(call.loss.metric_names, metric_values, strict=True))
-        return {"values": rows.scattered(unreduced(terms), N), **metrics_by_name}
+        found = {"values": rows.scattered(unreduced(terms), N)}
+        return found | ({METRICS: torch.stack(metric_values)} if metric_values else {})
 
     def _terms(self, call: HeadCall, rows: Rows) -> Terms:
         """Evaluate the loss's `terms` on the whole call."""
-        if not issubclass(call.loss.objective, LogitsObjective):
+        if not issubclass(call.loss.reader, LogitsReader):
             statistics, batch = self._statistics(call, rows)
             return evaluate_terms(call.loss, statistics, batch)
         z = self._record(compute_logits(call, rows))
@@ -81,14 +81,14 @@ class Oracle:
         batch = _whole_batch(call, rows)
         z = compute_logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
-        if issubclass(loss.objective, IdsObjective):
+        if issubclass(loss.reader, IdsReader):
             has_teacher = call.inputs.get("teacher_hidden") is not None
             teacher = compute_other_logits(call, rows, "teacher").detach() if has_teacher else None
             row_stats = ids_statistics(z, teacher, batch, loss)
         else:
             row_stats = token_statistics(z, batch, weights)
         statistics = {}
-        for name in loss.objective.statistic_names(loss):
+        for name in loss.reader.statistic_names(loss):
             is_constant = name in CONSTANT and name not in loss.differentiates
             statistics[name] = self._record(row_stats[name].detach() if is_constant else row_stats[name])
         if call.inputs.get("ref_hidden") is not None:

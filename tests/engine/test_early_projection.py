@@ -21,8 +21,8 @@ from logitless import (
 )
 from logitless.engine import base, early_projection, remembered
 from logitless.engine.early_projection import LIKELY, PATIENCE
-from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
+from logitless.engine.readers.gathered import GatheredProjection
 from logitless.losses.logprobs import TokenStatistics
 from tests.engine.calls import call
 from tests.support import DEVICE

@@ -214,6 +214,9 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
+# Without reduction="none": losses of several heads or of several units, and the primitive, whose loss is the
+# caller's.
+REDUCED = ("logprobs", "DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa")
 # Those that look at sequences, and take `cu_seqlens`.
 SEQUENCES = (
     "DPO",

@@ -3,13 +3,15 @@ of one)."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from logitless import CrossEntropyLoss, MedusaHeads, linear_cross_entropy
+from logitless import CrossEntropyLoss, LogitsLoss, MedusaHeads, Term, linear_cross_entropy
 from logitless.kernels.head.cross_entropy import twin_bytes
 from tests.losses import every_loss
 from tests.support import DEVICE, EngineCalls, uncompiled
@@ -164,6 +166,53 @@ def test_every_loss(name, frozen, everything):
         assert "hidden" in gradients and ("weight" in gradients) != frozen
         assert T == 1 or all(gradient.any() for gradient in gradients.values())
         assert counter.frame_count <= graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated(LogitsLoss):
+    """Two metrics over one unit, and one over another."""
+
+    metric_names: ClassVar = ("largest", "twice", "total")
+
+    def terms(self, logits, batch):
+        largest = logits.amax(-1)
+        metrics = {"largest": Term(largest), "twice": Term(2 * largest), "total": Term(largest, over=None)}
+        return {"squares": Term(logits.square().mean(-1))}, metrics
+
+
+def repeated(x, heads, **options):
+    out = Repeated(**options)(x.hidden, x.weight, x.targets, bias=x.bias)
+    return out.loss, *out.metrics.values()
+
+
+UNREDUCED = {name: loss for name, loss in every_loss.LOSSES.items() if name not in every_loss.REDUCED}
+UNREDUCED |= {"several metrics": repeated}
+# Two metrics over one unit.
+USUAL = ("several metrics", "JSD")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in USUAL else pytest.mark.slow) for x in UNREDUCED]
+)
+def test_every_unreduced_loss(name):
+    def step(x):
+        value, *metrics = UNREDUCED[name](x.with_hidden(torch.tanh), None, reduction="none")
+        return value.square().sum(), value, metrics
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for ignored in (0.3, 1.0):
+        x = every_loss.given(6)
+        if ignored == 1.0:
+            x.targets.fill_(-100)
+        with EngineCalls(uncompiled=True):
+            ours = compiled(x)
+            found = every_loss.gradients(ours[0], x, every_loss.heads())
+        with uncompiled():
+            theirs = step(x)
+            expected = every_loss.gradients(theirs[0], x, every_loss.heads())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert found["hidden"].any() == (ignored < 1)
 
 
 def test_heads_under_autocast():

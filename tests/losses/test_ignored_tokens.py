@@ -11,14 +11,12 @@ from torch import Tensor
 from logitless import CrossEntropyLoss, MedusaLoss, linear_cross_entropy
 from logitless.engine.operands import SplitHead
 from tests.cases import operands
-from tests.losses.every_loss import LOSSES, Given, H, V, given, gradients, heads
+from tests.losses.every_loss import LOSSES, REDUCED, Given, H, V, given, gradients, heads
 from tests.support import DEVICE, host_reads
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 UPSTREAM = (0.0, math.inf, -math.inf, math.nan)
-# Without reduction="none": losses of several heads or units, and the primitive, whose loss is the caller's.
-REDUCED = ("logprobs", "DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa")
 # `Medusa` also has a base head with `hidden`, and `multi-token` a second tensor of hidden states.
 AHEAD = {"multi-token": 1, "Medusa": 1}
 

@@ -1,6 +1,7 @@
 """The losses of drafts against plain PyTorch on full logits in fp64, pair by pair."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -501,12 +502,17 @@ def test_compiled_and_accumulated():
     w, loss = World(dtype=torch.float32), SpeculatorLoss(divergence="lk_hybrid", drop_outside=True)
     given = call_of(w, mask=w.mask)
 
-    def value():
-        return loss(w.hiddens, w.weight, w.targets, **given).loss
+    def value(loss):
+        out = loss(w.hiddens, w.weight, w.targets, **given)
+        return out.loss.square().sum(), *out.metrics.values()
 
-    plain = torch.autograd.grad(value(), w.trained())
-    compiled = torch.autograd.grad(torch.compile(value, backend="aot_eager", fullgraph=True)(), w.trained())
-    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(plain, compiled, strict=True))
+    graph = torch.compile(value, backend="aot_eager", fullgraph=True)
+    for each in (replace(loss, reduction="none"), loss):
+        numbers, compiled_numbers = value(each), graph(each)
+        torch.testing.assert_close(numbers, compiled_numbers)
+        plain, compiled = (torch.autograd.grad(x[0], w.trained()) for x in (numbers, compiled_numbers))
+        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(plain, compiled, strict=True))
+    plain = torch.autograd.grad(loss(w.hiddens, w.weight, w.targets, **given).loss, w.trained())
     main = torch.zeros_like(w.weight)
     loss(w.hiddens, w.weight, w.targets, accumulate_into=main, **given).loss.backward()
     assert torch.allclose(main, plain[-2], atol=1e-6) and w.weight.grad is None

@@ -1,4 +1,4 @@
-"""The objective of a loss of per-token statistics (`TokenLoss`): log p(target), log-sum-exp, entropy, ...
+"""The reader of a loss of per-token statistics (`TokenLoss`): log p(target), log-sum-exp, entropy, ...
 
 If the gradient of a row is a multiple of d logp / d logits, one kernel computes the statistics and writes d
 logp / d logits. The evaluation of the loss determines the multiple later. It is applied as a row factor to
@@ -6,20 +6,20 @@ the (C, H) matrices of the products, which are narrower than the (C, V) chunk.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, Self
+from dataclasses import fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.objectives.base import Costs, Report, batch_of
-from logitless.engine.objectives.ids import Reader, best
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.readers.base import Costs, Reader, evaluate_statistics
+from logitless.engine.readers.ids import SlotReader, best
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
+from logitless.engine.terms import UnitFactors
 from logitless.kernels import fused_projection as fused
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
@@ -28,73 +28,62 @@ from logitless.kernels.matmul import piece_bytes, project
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 
 
-@dataclass
-class TokenObjective:
-    """The objective of a loss of per-token statistics; see `objectives.base.Objective`."""
+class TokenReader(Reader):
+    """The reader of a loss of per-token statistics.
+
+    Attributes:
+        stats: (rows,) each: written by `read`, or the known statistics.
+        grads: (rows,) each, d loss / d statistic: written by `evaluate`, or the upstream gradients.
+        is_multiple: whether the gradient of a row is a multiple of d logp / d logits, so that one kernel
+            reads and writes.
+        ref_weight: (V, H') head of the reference model, in the dtype of the products; None without one.
+        ref_logps: (rows,) log-probabilities under the reference model, written by `read`.
+        predictions: (rows,) int64 ids of the largest logits, written by `read`; None if not asked for.
+        head_sums: see `fused_projection.head_sums`.
+    """
 
     statistics: ClassVar = tuple(field.name for field in fields(TokenBuffers))
     differentiable: ClassVar = kernels.DIFFERENTIABLE
 
-    call: HeadCall
-    rows: Rows
-    stats: TokenBuffers  # (rows,) each; computed by `fill`, or passed
-    grads: TokenBuffers  # (rows,) each, d loss / d statistic; computed by `evaluate`, or passed
-    factors: UnitFactors | None = None
-    # Whether d logp / d hidden is kept and scaled later (strategy cached_grad).
-    keeps_dlogp_dhidden: bool = False
-    # Whether the gradient of a row is a multiple of d logp / d logits, so that one kernel reads and writes.
-    is_multiple: bool = False
-    # Whether one kernel projects a chunk and computes its statistics, without storing its logits.
-    fused_epilogue: bool = False
-    ref_weight: Tensor | None = None  # (V, H') head of the reference model, in the dtype of the products
-    ref_logps: Tensor | None = None  # (rows,) log-probs under the reference model, filled by `fill`
-    predictions: Tensor | None = None  # (rows,) int64 ids of the largest logits, filled by `fill`
-    head_sums: Tensor | None = None  # see `fused_projection.head_sums`
-    reports: list[Report] = field(default_factory=list)
+    is_multiple = False
+    ref_weight: Tensor | None = None
+    ref_logps: Tensor | None = None
+    predictions: Tensor | None = None
+    head_sums: Tensor | None = None
 
-    @classmethod
-    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def __init__(
+        self,
+        call: HeadCall,
+        rows: Rows,
+        plan: Plan | None,
+        factors: UnitFactors | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        upstream: Mapping[str, Tensor] | None = None,
+    ):
+        super().__init__(call, rows, plan, factors)
+        if known is not None:
+            self.stats = TokenBuffers(**{name: x for name, x in known.items() if name != "predictions"})
+            self.grads = TokenBuffers(**upstream)
+            self.fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, Pass.GRADIENTS)
+            return
         loss = call.loss
         device = call.weight.device
         dtype = call.stat_dtype
-        stats = kernels.allocate_stats((*loss.differentiates, *loss.observes), rows.count, dtype, device)
-        keeps_dlogp_dhidden = plan.strategy == "cached_grad"
-        of_logps = keeps_dlogp_dhidden or tuple(loss.differentiates) == ("logps",)
-        is_multiple = of_logps and kernels.single_pass(call.dtype)
-        purpose = Pass.STATISTICS if factors is None else Pass.SOLVE
-        fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
+        differentiates = loss.differentiates
+        self.stats = kernels.allocate_stats((*differentiates, *loss.observes), rows.count, dtype, device)
         # Allocated here, because `evaluate` may run on a side stream.
-        grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
-        self = cls(
-            call,
-            rows,
-            stats,
-            TokenBuffers(**grads),
-            factors,
-            keeps_dlogp_dhidden,
-            is_multiple,
-            fused_epilogue,
-        )
+        grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in differentiates}
+        self.grads = TokenBuffers(**grads)
+        self.keeps_dlogp_dhidden = plan.strategy == "cached_grad"
+        of_logps = self.keeps_dlogp_dhidden or tuple(differentiates) == ("logps",)
+        self.is_multiple = of_logps and kernels.single_pass(call.dtype)
+        purpose = Pass.STATISTICS if factors is None else Pass.SOLVE
+        self.fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
         if loss.return_predictions:
             self.predictions = torch.empty(rows.count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
             self.ref_weight = call.inputs["ref_weight"].to(call.dtype)
             self.ref_logps = torch.empty(rows.count, dtype=dtype, device=device)
-        return self
-
-    @classmethod
-    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        return cls.for_loss(call, rows, plan, None)
-
-    @classmethod
-    def for_backward(
-        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
-    ) -> Self:
-        fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, Pass.GRADIENTS)
-        token_stats = {name: x for name, x in statistics.items() if name != "predictions"}
-        return cls(
-            call, rows, TokenBuffers(**token_stats), TokenBuffers(**upstream), fused_epilogue=fused_epilogue
-        )
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
@@ -149,7 +138,7 @@ class TokenObjective:
         predicted = {} if self.predictions is None else {"predictions": self.predictions}
         return dict(self.stats.items()) | predicted
 
-    def fill(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, head: Projection) -> None:
         if not chunk.reads:
             if not self.fused_epilogue:
                 head.project(chunk)
@@ -163,7 +152,7 @@ class TokenObjective:
         stats = self.stats[chunk.rows]
         if self.predictions is not None:
             how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
-            ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
+            ids = best(chunk.logits, 1, SlotReader(*how, self.call.stat_dtype))
             self.predictions[chunk.rows] = ids[:, 0]
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
@@ -216,24 +205,17 @@ class TokenObjective:
     def evaluate(self, span: Span) -> None:
         call = self.call
         stats = self.stats[span.start : span.stop]
-        batch = batch_of(call, self.rows, span)
+        constants = {}
         if self.ref_logps is not None:
-            batch.ref_logps = self.ref_logps[span.start : span.stop]
-        names = call.loss.differentiates if call.trainable else ()
+            constants["ref_logps"] = self.ref_logps[span.start : span.stop]
         # A loss of single tokens is summed over the ranks once, after the chunk loop (`base.settled`).
         sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
-
-        def evaluate(variables: dict[str, Tensor]) -> Terms:
-            return evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
-
-        variables = {name: getattr(stats, name) for name in names}
-        gradients, result = differentiated(evaluate, variables, self.factors)
+        gradients = evaluate_statistics(self, span, dict(stats.items()), constants, sequences)
         for name, gradient in gradients.items():
             if gradient.shape[0] == self.rows.count:
                 setattr(self.grads, name, gradient.contiguous())
             else:
                 getattr(self.grads, name)[span.start : span.stop] = gradient
-        self.reports.append(Report(*reported(result, self.factors, sequences)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         loss = self.call.loss

@@ -1,24 +1,23 @@
-"""The objectives of losses of several ids per token.
+"""The readers of losses of several ids per token.
 
-`IdsObjective` computes the log-probabilities of ids that are an input. `TopkObjective` selects the k ids with
-the largest logits. `Reader` computes the statistics of several ids from a chunk of logits.
+`IdsReader` computes the log-probabilities of ids that are an input. `TopkReader` selects the k ids with
+the largest logits. `SlotReader` computes the statistics of several ids from a chunk of logits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from logitless.engine.call import HeadCall
-from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.readers.base import Costs, Reader, evaluate_statistics, logits_bytes
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
+from logitless.engine.terms import UnitFactors
 from logitless.errors import value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
@@ -35,7 +34,7 @@ OUT_OF_RANGE_COLUMN = 2**31 - 1
 SLOT_BYTES = 160
 
 
-class Reader(NamedTuple):
+class SlotReader(NamedTuple):
     """Computes statistics of several ids per token from a chunk of logits, and holds the kernels' arguments.
 
     `logits` (n, columns) are the chunk's logits of this rank's part of the vocabulary. `ids` (n, k) are ids
@@ -109,50 +108,49 @@ class Reader(NamedTuple):
         return torch.where(stats.lse == -torch.inf, 0.0, -scale * part.exp())
 
 
-@dataclass
-class IdsObjective:
-    """The objective of a loss of the log-probabilities of given ids; see `objectives.base.Objective`."""
+class IdsReader(Reader):
+    """The reader of a loss of the log-probabilities of given ids.
 
-    fused_epilogue: ClassVar = False
+    Attributes:
+        stats: (rows, ...) each, by `statistic_names`: written by `read`, or the known statistics.
+        grads: (rows, ...) d loss / d statistic by name: written by `evaluate`, or the upstream gradients.
+        keeps_dlogp_dhidden: whether sum_v p_v W[v] over all other ids is kept, and scaled later.
+    """
+
     statistics: ClassVar = ("ids", "logps", "lse", "lse_residual", "rest", "entropy")
     differentiable: ClassVar = ("logps", "lse", "rest", "entropy")
     new_statistics: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
 
-    call: HeadCall
-    rows: Rows
-    stats: dict[str, Tensor]  # (rows, ...) each, by `statistic_names`: computed by `fill`, or passed
-    grads: dict[str, Tensor]  # (rows, ...) d loss / d statistic
-    factors: UnitFactors | None = None
-    # Whether sum_v p_v W[v] over all other ids is kept, and scaled later (strategy cached_grad).
-    keeps_dlogp_dhidden: bool = False
-    reports: list[Report] = field(default_factory=list)
     _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else OUT_OF_RANGE_COLUMN
 
-    @classmethod
-    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def __init__(
+        self,
+        call: HeadCall,
+        rows: Rows,
+        plan: Plan | None,
+        factors: UnitFactors | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        upstream: Mapping[str, Tensor] | None = None,
+    ):
+        super().__init__(call, rows, plan, factors)
+        if known is not None:
+            self.stats, self.grads = dict(known), dict(upstream)
+            return
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
             raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "pass a smaller k")
-        shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
-        stats = {
-            name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
+        self.stats = self.allocate(plan)
+        self.grads: dict[str, Tensor] = {}
+        self.keeps_dlogp_dhidden = plan.strategy == "cached_grad"
+
+    def allocate(self, plan: Plan) -> dict[str, Tensor]:
+        """Allocate the statistics (rows, ...) by name."""
+        call = self.call
+        shapes = self.statistic_shapes(call.loss, self.rows.count, call.inputs)
+        return {
+            name: self.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
             for name, (shape, dtype) in shapes.items()
         }
-        return cls(call, rows, stats, {}, factors, plan.strategy == "cached_grad")
-
-    @classmethod
-    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        return cls.for_loss(call, rows, plan, None)
-
-    @classmethod
-    def for_backward(
-        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
-    ) -> Self:
-        return cls(call, rows, dict(statistics), dict(upstream))
-
-    @staticmethod
-    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        return False
 
     @staticmethod
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:
@@ -190,13 +188,13 @@ class IdsObjective:
     def named_statistics(self) -> dict[str, Tensor]:
         return self.stats
 
-    def fill(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
         if not chunk.reads:
             return
-        self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.row_index])
+        self.read_ids(chunk, self._slot_reader(chunk), self.call.inputs["ids"][chunk.row_index])
 
-    def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> None:
+    def read_ids(self, chunk: Chunk, slot_reader: SlotReader, ids: Tensor) -> None:
         """Compute and keep the statistics of ids (n, k). Overwrites the logits of the ids in the chunk.
 
         In a writing step of strategy cached_grad, the same kernel writes the gradient of the logits of all
@@ -208,16 +206,18 @@ class IdsObjective:
         out = {name: stats[name] for name in names if name in stats}
         single = self.keeps_dlogp_dhidden and chunk.writes and kernels.single_pass(chunk.grad_buffer.dtype)
         chunk.gradient = chunk.grad_buffer if single else None
-        chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
+        chunk.factor = slot_reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
-    def _reader(self, chunk: Chunk) -> Reader:
+    def _slot_reader(self, chunk: Chunk) -> SlotReader:
         call = self.call
         ignored = chunk.ignore_index
         if self._targets is None:
             unused_column = OUT_OF_RANGE_COLUMN if ignored != OUT_OF_RANGE_COLUMN else OUT_OF_RANGE_COLUMN - 1
             self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)
         targets = self._targets[chunk.row_index]
-        return Reader(call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype)
+        return SlotReader(
+            call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype
+        )
 
     def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
         for name, x in statistics.items():
@@ -225,25 +225,14 @@ class IdsObjective:
                 self.stats[name][chunk.rows] = x
 
     def evaluate(self, span: Span) -> None:
-        call = self.call
         rows = slice(span.start, span.stop)
-        stats = {name: x[rows] for name, x in self.stats.items()}
-        batch = batch_of(call, self.rows, span)
-        names = call.loss.differentiates if call.trainable else ()
-
-        def evaluate(variables: dict[str, Tensor]) -> Terms:
-            return evaluate_terms(call.loss, stats | variables, batch)
-
-        variables = {name: stats[name] for name in names}
-        gradients, result = differentiated(evaluate, variables, self.factors)
-        for name, gradient in gradients.items():
+        for name, gradient in evaluate_statistics(self, span, self._at(rows)).items():
             if name not in self.grads:
                 self.grads[name] = torch.zeros_like(self.stats[name])
             self.grads[name][rows] = gradient
-        self.reports.append(Report(*reported(result, self.factors)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        reader = self._reader(chunk)
+        slot_reader = self._slot_reader(chunk)
         rows = chunk.rows
         stats = self._at(rows)
         upstream = Upstream(None)
@@ -253,19 +242,21 @@ class IdsObjective:
             factor = torch.ones_like(stats["lse"])
         else:
             upstream = self._upstream(rows)
-            ids, entries, factor = slots.sparse_grad(stats, upstream, **reader.kept)
-        self._spread(chunk, reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
-        slots.scatter(chunk.grad_buffer, reader.vocabulary.to_local_ids(ids), entries)
+            ids, entries, factor = slots.sparse_grad(stats, upstream, **slot_reader.kept)
+        self._spread(chunk, slot_reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
+        slots.scatter(chunk.grad_buffer, slot_reader.vocabulary.to_local_ids(ids), entries)
         chunk.gradient = chunk.grad_buffer
 
-    def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
+    def _spread(
+        self, chunk: Chunk, slot_reader: SlotReader, stats: dict[str, Tensor], grads: TokenBuffers
+    ) -> None:
         """Overwrite the logits with the part of their gradient that is a row factor times probabilities."""
         # If there is no target in the chunk, the kernel does not use log-probabilities: pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         token_stats = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
-        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignore_index}
+        options = {"head": slot_reader.head, "bias": slot_reader.bias, "ignore_index": chunk.ignore_index}
         kernels.logits_gradient(
-            chunk.logits, reader.targets, token_stats, grads, gradient=chunk.grad_buffer, **options
+            chunk.logits, slot_reader.targets, token_stats, grads, gradient=chunk.grad_buffer, **options
         )
 
     def _at(self, rows: slice) -> dict[str, Tensor]:
@@ -278,9 +269,6 @@ class IdsObjective:
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         return () if chunk.factor is None else (chunk.factor,)
-
-    def cached_grad_factor(self) -> Tensor | None:
-        return None
 
     def scale_cached_grad(
         self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
@@ -302,7 +290,7 @@ class IdsObjective:
         return torch.addcmul(input_terms, dlogp_dhidden.to(input_terms.dtype), factor[:, None])
 
 
-class TopkObjective(IdsObjective):
+class TopkReader(IdsReader):
     """The k ids with the largest logits of each row, and their log-probabilities, without gradients.
 
     One pass over a chunk computes its statistics and the maxima of column tiles, which `best` uses to select
@@ -313,15 +301,15 @@ class TopkObjective(IdsObjective):
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         return ("ids", "logps", "lse", "entropy")
 
-    def fill(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
-        reader = self._reader(chunk)
+        slot_reader = self._slot_reader(chunk)
         k = self.call.loss.k
         maxima = selection.new_maxima(chunk.logits, min(k, chunk.logits.shape[1]))
-        stats = reader.statistics(chunk.logits, ("entropy",), maxima)
-        reader.vocabulary.merge_stats(stats, reader.targets)
-        ids = best(chunk.logits, k, reader, maxima)
-        logps = (reader.pop_logits(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
+        stats = slot_reader.statistics(chunk.logits, ("entropy",), maxima)
+        slot_reader.vocabulary.merge_stats(stats, slot_reader.targets)
+        ids = best(chunk.logits, k, slot_reader, maxima)
+        logps = (slot_reader.pop_logits(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
         if not self.call.loss.compact:
             supervised = (chunk.targets != chunk.ignore_index)[:, None]
             ids = torch.where(supervised, ids, 0)
@@ -329,22 +317,22 @@ class TopkObjective(IdsObjective):
         self._keep(chunk, {"ids": ids, "logps": logps, "lse": stats.lse, "entropy": stats.entropy})
 
 
-def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:
+def best(logits: Tensor, k: int, slot_reader: SlotReader, maxima: Tensor | None = None) -> Tensor:
     """(n, k) ids of the k largest logits of the whole vocabulary, in descending order.
 
     Equal logits are in ascending order of their ids.
     """
-    vocabulary = reader.vocabulary
+    vocabulary = slot_reader.vocabulary
     width = logits.shape[1]
-    options = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
+    options = {"head": slot_reader.head, "bias": slot_reader.bias, "maxima": maxima}
     columns = selection.select(logits, min(k, width), **options)
     if not vocabulary.sharded:
         return columns
-    bias = None if reader.bias is None else reader.bias[columns]
-    z = selection.compared(logits.gather(1, columns), reader.head, bias)
+    bias = None if slot_reader.bias is None else slot_reader.bias[columns]
+    z = selection.compared(logits.gather(1, columns), slot_reader.head, bias)
     missing = (0, min(k, max(vocabulary.sizes)) - columns.shape[1])
     z = pad(z, missing, value=-torch.inf)
-    ids = pad(columns + vocabulary.start, missing, value=reader.V)
+    ids = pad(columns + vocabulary.start, missing, value=slot_reader.V)
     z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
     # Sort by id, then stably by logit, so that among equal logits the lowest id comes first. Padding comes
     # last.

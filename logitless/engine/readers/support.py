@@ -1,21 +1,18 @@
-"""The objective of a divergence over a few ids per token: the most probable ids of student or teacher."""
+"""The reader of a divergence over a few ids per token: the most probable ids of student or teacher."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.objectives.base import Costs, logits_bytes
-from logitless.engine.objectives.gathered import GatheredObjective
-from logitless.engine.objectives.ids import SLOT_BYTES, IdsObjective, Reader, best
-from logitless.engine.plan import Pass, Plan
+from logitless.engine.plan import Pass
 from logitless.engine.projection import Chunk, Projection
-from logitless.engine.rows import Rows
+from logitless.engine.readers.base import Costs, logits_bytes
+from logitless.engine.readers.gathered import GatheredReader
+from logitless.engine.readers.ids import SLOT_BYTES, IdsReader, SlotReader, best
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.ids import slots
@@ -42,39 +39,28 @@ def teacher_dtype(call: HeadCall) -> torch.dtype:
     return torch.promote_types(call.logits_dtype, call.inputs["teacher_weight"].dtype)
 
 
-@dataclass
-class SupportObjective(IdsObjective):
-    """The objective of distillation over a support, with statistics of student, teacher and label."""
+class SupportReader(IdsReader):
+    """The reader of distillation over a support, with statistics of student, teacher and label."""
 
-    statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
+    statistics: ClassVar = (*IdsReader.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")
     new_statistics: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
 
     _teacher_buffer: Tensor | None = None
 
     @classmethod
-    def for_loss(
-        cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None
-    ) -> "SupportObjective | GatheredObjective":
-        kind = GatheredObjective.for_loss if plan.columns else super().for_loss
-        return kind(call, rows, plan, factors)
-
-    @classmethod
-    def for_backward(
-        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
-    ) -> "SupportObjective | GatheredObjective":
-        kind = GatheredObjective.for_backward if gathered_columns(call) else super().for_backward
-        return kind(call, rows, statistics, upstream)
+    def of(cls, call: HeadCall) -> type[IdsReader]:
+        return GatheredReader if gathered_columns(call) else cls
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
         # If the log-sum-exp cancels, only the logits of the ids are used, and there is no d logp / d hidden
         # to keep.
-        return not loss.cancels and IdsObjective.linear_in_logps(loss)
+        return not loss.cancels and IdsReader.linear_in_logps(loss)
 
     @staticmethod
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:
-        return (*IdsObjective.statistic_names(loss), *TEACHER, *LABEL)
+        return (*IdsReader.statistic_names(loss), *TEACHER, *LABEL)
 
     @classmethod
     def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
@@ -100,17 +86,17 @@ class SupportObjective(IdsObjective):
             row += call.width * call.dtype.itemsize
         return costs._replace(row_bytes=row)
 
-    def fill(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
         if not chunk.reads:
             return
-        reader = self._reader(chunk)
+        slot_reader = self._slot_reader(chunk)
         inputs = self.call.inputs
-        statistics = self._read_label(chunk, reader)
-        argmax_ids = {"student": best(chunk.logits, 1, reader)[:, 0]}
+        statistics = self._read_label(chunk, slot_reader)
+        argmax_ids = {"student": best(chunk.logits, 1, slot_reader)[:, 0]}
         if inputs["ids"] is None:
-            teacher, taught = self._teacher_logits(chunk, reader)
-            ids, argmax_ids["teacher"] = self._support(chunk.logits, reader, taught, teacher)
+            teacher, taught = self._teacher_logits(chunk, slot_reader)
+            ids, argmax_ids["teacher"] = self._support(chunk.logits, slot_reader, taught, teacher)
             stats = self._at(chunk.rows)
             teacher.ids_statistics(
                 taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]}
@@ -124,7 +110,7 @@ class SupportObjective(IdsObjective):
         if labels is not None:
             statistics["token_accuracy"] = argmax_ids["student"] == labels[chunk.row_index]
         self._keep(chunk, statistics)
-        self._read(chunk, reader, ids)
+        self.read_ids(chunk, slot_reader, ids)
 
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the teacher's top-k ids (n, k), duplicates replaced by -1, and their log-probabilities."""
@@ -133,10 +119,10 @@ class SupportObjective(IdsObjective):
         ids = slots.dedupe(torch.where(logps == -torch.inf, -1, ids))
         return ids, torch.where(ids >= 0, logps.to(self.call.stat_dtype), -torch.inf)
 
-    def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
+    def _teacher_logits(self, chunk: Chunk, slot_reader: SlotReader) -> tuple[SlotReader, Tensor]:
         """Project the teacher's rows into a separate buffer.
 
-        Returns (reader of the teacher's head, logits).
+        Returns (slot_reader of the teacher's head, logits).
         """
         call = self.call
         rows, _ = chunk.logits.shape
@@ -146,7 +132,7 @@ class SupportObjective(IdsObjective):
             self._teacher_buffer = chunk.logits.new_empty(rows, columns, dtype=teacher_dtype(call))
         logits = project(hidden[chunk.row_index].to(weight.dtype), weight, self._teacher_buffer[:rows])
         vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
-        teacher = reader._replace(
+        teacher = slot_reader._replace(
             head=call.loss.teacher_head,
             bias=call.inputs["teacher_bias"],
             vocabulary=vocabulary,
@@ -155,12 +141,12 @@ class SupportObjective(IdsObjective):
         return teacher, logits
 
     def _support(
-        self, logits: Tensor, reader: Reader, taught: Tensor, teacher: Reader
+        self, logits: Tensor, slot_reader: SlotReader, taught: Tensor, teacher: SlotReader
     ) -> tuple[Tensor, Tensor]:
         """Return (ids (n, slots) of the support, duplicates replaced by -1; the teacher's arg-max (n,))."""
         loss = self.call.loss
         best_ids = {}
-        for name, z, side in (("student", logits, reader), ("teacher", taught, teacher)):
+        for name, z, side in (("student", logits, slot_reader), ("teacher", taught, teacher)):
             if not side.vocabulary.sharded:
                 # The support contains only ids that both vocabularies have.
                 common = min(logits.shape[1], taught.shape[1])
@@ -174,15 +160,19 @@ class SupportObjective(IdsObjective):
         ids = torch.cat((best_ids["teacher"], best_ids["student"]), 1)
         return slots.dedupe(ids), argmax_id
 
-    def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
+    def _read_label(self, chunk: Chunk, slot_reader: SlotReader) -> dict[str, Tensor]:
         """Compute log p of the label at temperature 1, and the log-sum-exp at temperature 1."""
         if self.call.inputs["labels"] is None:
             return {}
         columns, labelled = self._labels(chunk)
-        stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
-        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignore_index}
+        stats = kernels.allocate_stats((), len(columns), slot_reader.dtype, chunk.logits.device)
+        options = {
+            "head": self._warm(slot_reader),
+            "bias": slot_reader.bias,
+            "ignore_index": chunk.ignore_index,
+        }
         kernels.token_statistics(chunk.logits, columns, stats, **options)
-        reader.vocabulary.merge_stats(stats, columns)
+        slot_reader.vocabulary.merge_stats(stats, columns)
         return {
             "hard": torch.where(labelled, stats.logps, 0.0),
             "hard_lse": stats.lse,
@@ -203,8 +193,8 @@ class SupportObjective(IdsObjective):
         labelled = (labels >= 0) & (labels < self.call.V) & ~ignored
         return torch.where(ignored, chunk.targets, torch.where(local, columns, width)), labelled
 
-    def _warm(self, reader: Reader):
-        return reader.head._replace(temperature=1.0)
+    def _warm(self, slot_reader: SlotReader):
+        return slot_reader.head._replace(temperature=1.0)
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         hard_grads = self.grads.get("hard")
@@ -212,34 +202,34 @@ class SupportObjective(IdsObjective):
             super().write(chunk, head)
             return
         rows = chunk.rows
-        reader = self._reader(chunk)
+        slot_reader = self._slot_reader(chunk)
         stats = self._at(rows)
         columns, labelled = self._labels(chunk)
-        warm = self._warm(reader)
+        warm = self._warm(slot_reader)
         g = torch.where(labelled, hard_grads[rows], 0.0)
-        ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **reader.kept)
-        if warm == reader.head:
+        ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **slot_reader.kept)
+        if warm == slot_reader.head:
             both = TokenBuffers(logps=g, lse=factor)
-            self._spread(chunk, reader._replace(targets=columns), stats, both)
+            self._spread(chunk, slot_reader._replace(targets=columns), stats, both)
         else:
             # The softmax at temperature 1, before `_spread` overwrites the logits.
             label_stats = self._of_label(stats)
             label_grad = torch.empty_like(chunk.grad_buffer)
-            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignore_index}
+            options = {"head": warm, "bias": slot_reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
                 chunk.logits, columns, label_stats, TokenBuffers(logps=g), gradient=label_grad, **options
             )
-            self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
+            self._spread(chunk, slot_reader, stats, TokenBuffers(lse=factor))
             chunk.grad_buffer.add_(label_grad)
         # The gradient of the label's loss at the ids of the support, whose logits were overwritten in the
         # chunk.
         labels = torch.where(labelled, self.call.inputs["labels"][chunk.row_index].long(), -2)
-        z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
+        z = (stats["logps"] + stats["lse"][:, None]) * slot_reader.head.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]
         p = (z - stats["hard_lse"][:, None] + rounding[:, None]).exp()
         label_entries = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
         label_entries = torch.where(ids >= 0, label_entries * g[:, None] * warm.derivative_at(z), 0.0)
-        slots.scatter(chunk.grad_buffer, reader.vocabulary.to_local_ids(ids), entries + label_entries)
+        slots.scatter(chunk.grad_buffer, slot_reader.vocabulary.to_local_ids(ids), entries + label_entries)
         chunk.gradient = chunk.grad_buffer
 
     def _of_label(self, stats: Mapping[str, Tensor]) -> TokenBuffers:

@@ -1,12 +1,10 @@
-"""The objective of a `LogitsLoss`: a differentiable function of a chunk of logits, or a kernel for it.
+"""The reader of a `LogitsLoss`: a differentiable function of a chunk of logits, or a kernel for it.
 
 The loss is a sum over tokens. Therefore the loss of a chunk and its gradient are computed directly after
 product 1.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,9 +15,9 @@ from logitless.engine.budget import measured_row_bytes
 from logitless.engine.call import HeadCall
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
-from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes, settled
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.readers.base import METRICS, Costs, Reader, Report, batch_of, logits_bytes, settled
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
@@ -27,45 +25,37 @@ from logitless.engine.terms import UnitFactors
 from logitless.kernels.matmul import project
 
 
-@dataclass
-class LogitsObjective:
-    """The objective of a `LogitsLoss`; see `objectives.base.Objective`."""
+class LogitsReader(Reader):
+    """The reader of a `LogitsLoss`.
 
-    fused_epilogue: ClassVar = False
-    statistics: ClassVar = ()  # none: the loss gets the logits
-    differentiable: ClassVar = ()
+    Attributes:
+        values: (rows,) per-token losses, with reduction="none".
+        upstream: (rows,) gradients of the values, in `Pass.GRADIENTS`.
+    """
 
-    call: HeadCall
-    rows: Rows
-    factors: UnitFactors
-    values: Tensor | None = None  # (rows,) per-token losses, with reduction="none"
-    upstream: Tensor | None = None  # (rows,) gradients of the values, in Pass.GRADIENTS
-    reports: list[Report] = field(default_factory=list)
+    values: Tensor | None = None
+    upstream: Tensor | None = None
     _teacher_buffer: Tensor | None = None
     _gradient: Tensor | None = None  # gradient of the last chunk that was evaluated
 
-    @classmethod
-    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
-        return cls(call, rows, factors)
-
-    @classmethod
-    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
-        return cls(call, rows, _unreduced_factors(call, rows), values)
-
-    @classmethod
-    def for_backward(
-        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
-    ) -> Self:
-        return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
-
-    @staticmethod
-    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        return False
+    def __init__(
+        self,
+        call: HeadCall,
+        rows: Rows,
+        plan: Plan | None,
+        factors: UnitFactors | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        upstream: Mapping[str, Tensor] | None = None,
+    ):
+        super().__init__(call, rows, plan, _unreduced_factors(call, rows) if factors is None else factors)
+        if upstream is not None:
+            self.upstream = upstream["values"]
+        elif factors is None:
+            self.values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
 
     @staticmethod
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:
-        return ("values", *loss.metric_names)
+        return ("values", METRICS) if loss.metric_names else ("values",)
 
     @staticmethod
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
@@ -73,11 +63,8 @@ class LogitsObjective:
 
     @classmethod
     def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
-        return {name: ((rows,) if name == "values" else (), None) for name in cls.statistic_names(loss)}
-
-    @staticmethod
-    def linear_in_logps(loss: LossSpec) -> bool:
-        return False
+        shapes = {"values": (rows,), METRICS: (len(loss.metric_names),)}
+        return {name: (shapes[name], None) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
@@ -85,12 +72,15 @@ class LogitsObjective:
         return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
 
     def named_statistics(self) -> dict[str, Tensor]:
-        loss = self.call.loss
-        zeros = [self.values.new_zeros(())] * len(loss.metric_names)
-        metrics = settled(self.call, self.reports, self.factors.metrics)[1] if self.reports else zeros
-        return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
+        names = self.call.loss.metric_names
+        if not names:
+            return {"values": self.values}
+        if not self.reports:
+            return {"values": self.values, METRICS: self.values.new_zeros(len(names))}
+        _, metrics = settled(self.call, self.reports, self.factors.metrics)
+        return {"values": self.values, METRICS: torch.stack(metrics)}
 
-    def fill(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
         if chunk.reads:
             self._evaluate(Span(chunk.start, chunk.stop), chunk.logits, chunk if chunk.writes else None)
@@ -151,9 +141,6 @@ class LogitsObjective:
     def write(self, chunk: Chunk, head: Projection) -> None:
         chunk.gradient = self._gradient.to(self.call.dtype)
         self._gradient = None
-
-    def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
-        return ()
 
 
 def _unreduced_factors(call: HeadCall, rows: Rows) -> UnitFactors:

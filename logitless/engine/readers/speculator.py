@@ -1,4 +1,4 @@
-"""The objective of losses of draft models, which compare the rows of several steps with rows of a verifier.
+"""The reader of losses of draft models, which compare the rows of several steps with rows of a verifier.
 
 Each row of a call is a pair of a draft row and a verifier row. The pairs are sorted by the verifier row
 (`teacher_rows.py`). Therefore the pairs of a chunk are compared with consecutive rows of the verifier, and
@@ -6,7 +6,6 @@ each of these rows is projected once for all steps. Loss, acceptance rate and ag
 because the metrics depend on whole chains of pairs and are computed at the end.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.objectives.base import Costs, Report, logits_bytes
-from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.plan import Pass, Span
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.readers.base import METRICS, Costs, Report, logits_bytes
+from logitless.engine.readers.logits import LogitsReader
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head import divergence, select
 from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics, twin_bytes
@@ -41,9 +40,8 @@ class Verifier(NamedTuple):
     covered: Tensor | None = None  # (R,) bool, whether the draft has that id; None: always
 
 
-@dataclass
-class SpeculatorObjective(LogitsObjective):
-    """The objective of `SpeculatorLoss`; see `objectives.base.Objective`."""
+class SpeculatorReader(LogitsReader):
+    """The reader of `SpeculatorLoss`."""
 
     kept: Tensor | None = None  # (rows, 4): 1, loss, acceptance rate and agreement of each pair
     _selected_buffer: Tensor | None = None
@@ -78,10 +76,9 @@ class SpeculatorObjective(LogitsObjective):
         )
 
     def named_statistics(self) -> dict[str, Tensor]:
-        metrics = dict(zip(self.call.loss.metric_names, self._metrics().unbind(), strict=True))
-        return {"values": self.values, **metrics}
+        return {"values": self.values, METRICS: self._metrics()}
 
-    def fill(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
         if chunk.reads:
             self._compare(chunk)

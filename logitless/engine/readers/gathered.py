@@ -1,19 +1,15 @@
 """Losses that depend only on the logits of k ids per token, which are the only logits that are computed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from logitless.engine.call import HeadCall
-from logitless.engine.objectives.base import Report, batch_of
-from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Chunk, Projection
-from logitless.engine.rows import Rows
-from logitless.engine.terms import UnitFactors, reported
+from logitless.engine.readers.base import Report, batch_of
+from logitless.engine.readers.ids import IdsReader
+from logitless.engine.terms import reported
 from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logits, weighted_rows
 
 
@@ -58,26 +54,23 @@ class GatheredProjection(Projection):
         add_rows(total, self.columns, gradient, features, first=first)
 
 
-@dataclass
-class GatheredObjective(IdsObjective):
-    """The objective of a loss that depends only on the logits of the ids, because the log-sum-exp cancels.
+class GatheredReader(IdsReader):
+    """The reader of a loss that depends only on the logits of the ids, because the log-sum-exp cancels.
 
     The statistic "logps" contains these logits.
     """
 
-    @classmethod
-    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        shape = (rows.count, plan.columns)
-        device = call.targets.device
+    def allocate(self, plan: Plan) -> dict[str, Tensor]:
+        shape = (self.rows.count, plan.columns)
+        device = self.call.targets.device
         names = ("logps", "teacher_logps")
-        stats = {name: torch.empty(shape, dtype=call.stat_dtype, device=device) for name in names}
-        return cls(call, rows, stats, {}, factors)
+        return {name: torch.empty(shape, dtype=self.call.stat_dtype, device=device) for name in names}
 
     def named_statistics(self) -> dict[str, Tensor]:
         """Return the statistics; statistics that the loss does not use are 0."""
         call = self.call
         count = self.rows.count
-        shapes = call.loss.objective.statistic_shapes(call.loss, count, call.inputs)
+        shapes = call.loss.reader.statistic_shapes(call.loss, count, call.inputs)
         missing = {name: shape for name, shape in shapes.items() if name not in self.stats}
         zeros = {
             name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
@@ -85,7 +78,7 @@ class GatheredObjective(IdsObjective):
         }
         return zeros | self.stats
 
-    def fill(self, chunk: Chunk, head: GatheredProjection) -> None:
+    def read(self, chunk: Chunk, head: GatheredProjection) -> None:
         head.project(chunk)
         if not chunk.reads:
             return

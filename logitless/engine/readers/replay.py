@@ -1,20 +1,19 @@
 """Losses of per-token statistics with a sampling mask: the softmax of a row is over the ids of its set.
 
 `ReplayProjection` multiplies each gathered row with the rows of the head for the ids of its set, and projects
-all other rows like `Projection`. `ReplayObjective` computes the statistics of a set from the logits of its
-slots. The evaluation of the loss is that of `TokenObjective`, because it does not depend on the sets.
+all other rows like `Projection`. `ReplayReader` computes the statistics of a set from the logits of its
+slots. The evaluation of the loss is that of `TokenReader`, because it does not depend on the sets.
 """
 
 from collections.abc import Mapping
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.plan import Kind, Plan, Span
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.readers.tokens import TokenReader
 from logitless.engine.replay import GATHERED, PICKED, Replay
 from logitless.engine.rows import Rows
 from logitless.engine.terms import UnitFactors
@@ -80,31 +79,33 @@ def _local(call: HeadCall, slots: Slots) -> Slots:
     return slots._replace(ids=torch.where((slots.ids >= 0) & (ids >= 0) & (ids < width), ids, -1))
 
 
-class ReplayObjective(TokenObjective):
-    """The objective of a loss of per-token statistics in a call with a sampling mask.
+class ReplayReader(TokenReader):
+    """The reader of a loss of per-token statistics in a call with a sampling mask.
 
     Statistics and their gradients are in chunk order (see `replay.Replay`), except inside `evaluate`.
     """
 
-    @classmethod
-    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        self = super().for_loss(call, rows, plan, factors)
-        certain = slice(rows.count - rows.replay.certain, rows.count)
-        for name, x in self.stats.items():
-            x[certain] = float(name == "is_top1")
-        if self.ref_logps is not None:
-            self.ref_logps[certain] = 0.0
-        return self
-
-    @classmethod
-    def for_backward(
-        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
-    ) -> Self:
-        ordered_statistics, ordered_upstream = (
-            {name: rows.replay.in_chunk_order(x) for name, x in named.items()}
-            for named in (statistics, upstream)
-        )
-        return super().for_backward(call, rows, ordered_statistics, ordered_upstream)
+    def __init__(
+        self,
+        call: HeadCall,
+        rows: Rows,
+        plan: Plan | None,
+        factors: UnitFactors | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        upstream: Mapping[str, Tensor] | None = None,
+    ):
+        if known is not None:
+            known, upstream = (
+                {name: rows.replay.in_chunk_order(x) for name, x in named.items()}
+                for named in (known, upstream)
+            )
+        super().__init__(call, rows, plan, factors, known, upstream)
+        if known is None:
+            certain = slice(rows.count - rows.replay.certain, rows.count)
+            for name, x in self.stats.items():
+                x[certain] = float(name == "is_top1")
+            if self.ref_logps is not None:
+                self.ref_logps[certain] = 0.0
 
     @property
     def replay(self) -> Replay:
@@ -113,16 +114,16 @@ class ReplayObjective(TokenObjective):
     def named_statistics(self) -> dict[str, Tensor]:
         return {name: self.replay.in_row_order(x) for name, x in super().named_statistics().items()}
 
-    def fill(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def read(self, chunk: Chunk, head: ReplayProjection) -> None:
         kind = chunk.kind
         if kind is Kind.PLAIN:
-            super().fill(chunk, head)
+            super().read(chunk, head)
         elif kind is Kind.GATHERED:
-            self._fill_gathered(chunk, head)
+            self._read_gathered(chunk, head)
         else:
-            self._fill_picked(chunk, head)
+            self._read_picked(chunk, head)
 
-    def _fill_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def _read_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
         call = self.call
         slots = head.local[GATHERED]
         logits = self.replay.logits
@@ -152,7 +153,7 @@ class ReplayObjective(TokenObjective):
             return z
         return self.call.vocabulary.reduce(torch.where(slots.ids >= 0, z, 0.0))
 
-    def _fill_picked(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def _read_picked(self, chunk: Chunk, head: ReplayProjection) -> None:
         call = self.call
         slots = self._picked_slots(chunk, head)
         stats = self._stats(chunk)

@@ -1,0 +1,264 @@
+"""`Reader`: what a kind of loss reads of a chunk of logits, and what it writes over them."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch
+from logitless.engine.call import HeadCall
+from logitless.engine.plan import Pass, Plan, Span
+from logitless.engine.projection import Chunk, Projection
+from logitless.engine.rows import Rows
+from logitless.engine.spec import PER_TOKEN, LossSpec, Role
+from logitless.engine.terms import Factors, Sums, UnitFactors, differentiated, evaluate_terms, means, reported
+from logitless.kernels.head.scale import scale
+from logitless.kernels.matmul import piece_bytes
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
+
+# Number of rows that `Reader.finish_cached_grad` scales at a time. Its temporaries (rows, H) are small
+# compared with d_hidden.
+SCALED_ROWS = 2048
+
+# Name of the one statistic that is not per token: the metrics of a `LogitsLoss` (metrics,). They are one
+# tensor, because the outputs of an operator must not be views of each other.
+METRICS = "metrics"
+
+
+class Report(NamedTuple):
+    """The reduced loss of a slice, up to the deferred factor, and the sums of its metrics."""
+
+    total: Tensor  # 0-d
+    metrics: Sums
+
+
+class Costs(NamedTuple):
+    """The memory of a reader in a pass, and the properties that determine the strategy."""
+
+    row_bytes: int  # bytes per row of logits and temporaries
+    fixed_bytes: int  # bytes of temporaries that do not depend on the number of rows
+    linear_in_logps: bool  # whether the loss depends on the logits only through log p(target) and lse
+    # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
+    rereads: bool
+    columns: int = 0  # number of logits that the loss needs per row; 0: all
+    teacher_bytes: int = 0  # bytes per row of a teacher in `teacher_hidden` (`LossSpec.teacher_rows`)
+
+
+class Reader:
+    """How a chunk of logits becomes statistics, and how gradients of statistics become gradients of logits.
+
+    A loss class names its reader class. A reader is made for one pass over one head. The chunk loop
+    (`engine.base.run_spans`) calls `read`, `evaluate` and `write`; the methods of the class tell what a pass
+    needs before it runs.
+
+    Attributes:
+        call: the call of the head.
+        rows: the rows that the pass projects.
+        factors: the factors of the loss's terms, in a pass that solves the call; else None.
+        reports: the loss and the metrics of each span that was evaluated.
+        fused_epilogue: whether one kernel projects a chunk and reads it, without storing its logits.
+        keeps_dlogp_dhidden: whether d logp / d hidden is written, and scaled later (strategy cached_grad).
+    """
+
+    # Names of the per-token statistics that a loss may observe, and that it may differentiate.
+    statistics: ClassVar[tuple[str, ...]] = ()
+    differentiable: ClassVar[tuple[str, ...]] = ()
+
+    fused_epilogue = False
+    keeps_dlogp_dhidden = False
+
+    def __init__(
+        self,
+        call: HeadCall,
+        rows: Rows,
+        plan: Plan | None,
+        factors: UnitFactors | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        upstream: Mapping[str, Tensor] | None = None,
+    ):
+        """
+        Args:
+            call: the call of the head.
+            rows: the rows to project.
+            plan: the plan of the pass; None if it projects nothing.
+            factors: see the class.
+            known: (rows, ...) the statistics by name, in `Pass.GRADIENTS`.
+            upstream: (rows, ...) their gradients by name, in `Pass.GRADIENTS`.
+        """
+        self.call = call
+        self.rows = rows
+        self.factors = factors
+        self.reports: list[Report] = []
+
+    # -- What a pass needs
+
+    @classmethod
+    def of(cls, call: HeadCall) -> "type[Reader]":
+        """The reader class of a call of a loss that names this class."""
+        return cls
+
+    @staticmethod
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
+        """Whether the loss uses fp32 logits for products in `dtype`, if one kernel projects and reads."""
+        return False
+
+    @staticmethod
+    def linear_in_logps(loss: LossSpec) -> bool:
+        """Whether the loss depends on the logits only through log p(target) and lse."""
+        return False
+
+    @staticmethod
+    def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
+        """The memory of the reader in a pass with `budget` bytes, and its properties."""
+        raise NotImplementedError
+
+    @staticmethod
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
+        """Names of the statistics that `Pass.STATISTICS` returns, in order."""
+        raise NotImplementedError
+
+    @staticmethod
+    def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
+        """Names of the statistics that carry a gradient."""
+        raise NotImplementedError
+
+    @classmethod
+    def statistic_shapes(
+        cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shape and dtype of each statistic; None for `HeadCall.stat_dtype`."""
+        raise NotImplementedError
+
+    # -- The chunk loop
+
+    def read(self, chunk: Chunk, head: Projection) -> None:
+        """Project the chunk (product 1: logits = features @ weight.T).
+
+        Also computes the reference's log-probabilities or the teacher's logits if the loss needs them, the
+        per-token statistics if `chunk.reads` is set, and `chunk.gradient` if one kernel computes statistics
+        and gradient.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, span: Span) -> None:
+        """Compute the loss of a span of rows, and its gradient with respect to the statistics."""
+        raise NotImplementedError
+
+    def write(self, chunk: Chunk, head: Projection) -> None:
+        """Overwrite the chunk's logits with their gradient."""
+        raise NotImplementedError
+
+    def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """The row factors (C,), at most two, by which the chunk's gradient must still be multiplied."""
+        return ()
+
+    # -- The results
+
+    def named_statistics(self) -> dict[str, Tensor]:
+        """Return the statistics in `statistic_names` by name: (rows, ...) per token, or `METRICS`."""
+        raise NotImplementedError
+
+    def finish_cached_grad(self, kept: Tensor, out: Tensor, head: Projection) -> None:
+        """Compute d_hidden from d logp / d hidden and the gradients of the statistics (strategy cached_grad).
+
+        Args:
+            kept: (N, H) d logp / d hidden.
+            out: (N, H) d_hidden, written; may be `kept`.
+            head: the projection of the pass.
+        """
+        rows = self.rows
+        factor = self.cached_grad_factor()
+        if factor is not None:
+            # Rows that were not projected get a factor of 0.
+            scale(kept, rows.scattered(factor, kept.shape[0]), out)
+            return
+        for start in range(0, rows.count, SCALED_ROWS):
+            stop = min(start + SCALED_ROWS, rows.count)
+            at = rows.at(start, stop)
+            scaled = self.scale_cached_grad(kept[at], at, slice(start, stop), head).to(out.dtype)
+            if isinstance(at, slice):
+                out[at] = scaled
+            else:
+                out.index_copy_(0, at, scaled)
+
+    def cached_grad_factor(self) -> Tensor | None:
+        """(rows,) factors from d logp / d hidden to d loss / d hidden; None: use `scale_cached_grad`."""
+        return None
+
+    def scale_cached_grad(self, kept: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
+        """(n, H) d loss / d hidden of some rows, given d logp / d hidden."""
+        raise NotImplementedError
+
+
+def evaluate_statistics(
+    reader: Reader,
+    span: Span,
+    statistics: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor] = MappingProxyType({}),
+    sequences: WholeSequences = WHOLE_SEQUENCES,
+) -> dict[str, Tensor]:
+    """Evaluate a loss of statistics on a span, and append its report. Returns the gradients by name.
+
+    Args:
+        reader: the reader of the pass.
+        span: the rows.
+        statistics: (n, ...) the statistics of these rows by name.
+        constants: additional values of these rows, attributes of the batch.
+        sequences: over which ranks the terms are summed now.
+    """
+    call = reader.call
+    batch = batch_of(call, reader.rows, span)
+    for name, x in constants.items():
+        setattr(batch, name, x)
+    names = call.loss.differentiates if call.trainable else ()
+    variables = {name: statistics[name] for name in names}
+    gradients, result = differentiated(
+        lambda leaves: evaluate_terms(call.loss, {**statistics, **leaves}, batch), variables, reader.factors
+    )
+    reader.reports.append(Report(*reported(result, reader.factors, sequences)))
+    return gradients
+
+
+def logits_bytes(call: HeadCall) -> tuple[int, int]:
+    """(bytes per row, bytes that do not depend on the number of rows) of a chunk's logits and product."""
+    shape = call.logits_dtype, call.width, call.hidden.shape[1]
+    return call.width * call.logits_dtype.itemsize, piece_bytes(call.weight.device, call.dtype, *shape)
+
+
+def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
+    """The targets and inputs of a loss, cut to a span of rows."""
+    at = rows.at(span.start, span.stop)
+    loss = call.loss
+    inputs = {}
+    sequences = None
+    for name, role in loss.roles.items():
+        x = call.inputs[name]
+        if role is Role.FEATURES:
+            continue  # the reader projects them
+        if x is not None and role in PER_TOKEN:
+            x = x[at]
+        elif x is not None and role is Role.SEQUENCE:
+            sequences = rows.sequences(span.first, span.last) if sequences is None else sequences
+            x = x[sequences]
+        inputs[name] = x
+    segments = None
+    if rows.sequence_sizes is not None:
+        segments = rows.segments(span.stop - span.start, span.first, span.last)
+    ignore_index = None if loss.compact else loss.ignore_index
+    shared = {"vocabulary": call.vocabulary, "sequences": call.sequences}
+    return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
+
+
+def settled(call: HeadCall, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
+    """Combine all slices: (loss up to the deferred factor, metrics in the order of `metric_names`)."""
+    first, *remaining = [report.total for report in reports]
+    total = sum(remaining, first)  # starting from 0 would cost one more kernel
+    if call.loss.scope == "token" and call.sequences.sliced:
+        # With cp_group, this is the only all-reduce for a loss of single tokens. There is none per chunk,
+        # because ranks may have different numbers of chunks.
+        total = call.sequences.sum(total)
+    metrics = means([report.metrics for report in reports], factors, call.sequences)
+    total = total.to(call.stat_dtype)  # the total of a `LogitsLoss` is wider if `logits_dtype` is
+    return total, [metrics[name].to(call.stat_dtype) for name in call.loss.metric_names]
