@@ -11,6 +11,7 @@ PEFT's by rounding. Dropout masks are drawn in PEFT's order.
 """
 
 import functools
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from logitless.exchange import is_plain_exchange, state_of, stock_forward
-from logitless.kernels.matmul import accumulate, has_out_dtype
+from logitless.kernels.matmul import accumulate
+from logitless.layers import lora_dropout
 from logitless.layers.fused_forwards import PLAIN_TYPES, is_transformed, is_untouched
+from logitless.layers.lora_dropout import product, scaled_product
 from logitless.layers.source import UnrecognizedSource, undecorated_forward_of
 
 logger = logging.getLogger(__name__)
@@ -218,11 +221,32 @@ def project(x: Tensor, projections: list[Projection]) -> tuple[Tensor, ...]:
     return _Projections.apply(cast, uncast, scales, dropouts, *weights, *biases, *many_a, *many_b)
 
 
+class _Run(NamedTuple):
+    """Successive projections of equal scale and dropout, and with dropout of equal rank."""
+
+    members: slice
+    columns: slice  # of h; rows of A
+    scale: float
+    dropout: float
+
+
+def _runs_of(scales: list[float], dropouts: tuple[float, ...], ranks: list[int]) -> list[_Run]:
+    runs = []
+    member = column = 0
+    alike = itertools.groupby(zip(scales, dropouts, ranks), lambda x: (*x[:2], x[2] if x[1] else None))
+    for (scale, p, _), group in alike:
+        widths = [rank for _, _, rank in group]
+        end, last = member + len(widths), column + sum(widths)
+        runs.append(_Run(slice(member, end), slice(column, last), scale, p))
+        member, column = end, last
+    return runs
+
+
 class _Projections(torch.autograd.Function):
     """n projections of one x: 2 n + 1 products in the forward pass, 3 n + 2 in the backward pass.
 
-    With dropout, the inputs of A differ: 3 n products, and 4 n. Products are written with `out` or in place,
-    to which autocast does not apply. Where `uncast` is not None, x is its copy in the products' dtype; it has
+    With dropout, the inputs of A differ: see `lora_dropout`. Products are written with `out` or in place, to
+    which autocast does not apply. Where `uncast` is not None, x is its copy in the products' dtype; it has
     the gradient instead of x, summed in its own dtype.
     """
 
@@ -231,21 +255,22 @@ class _Projections(torch.autograd.Function):
         n = len(scales)
         weights, biases, many_a, many_b = (tensors[i * n : (i + 1) * n] for i in range(4))
         ranks = [a.shape[0] for a in many_a]
-        # Of the masked x, which is not rounded.
-        scales = [scale / (1 - p) for scale, p in zip(scales, dropouts)]
         rows = x.reshape(-1, x.shape[-1])
         a, many_b = _cast_adapters(many_a, many_b, ranks, x.dtype)
         h = rows.new_empty(rows.shape[0], sum(ranks))
-        masks = [None] * n
-        if len(set(scales)) == 1 and not any(dropouts):
-            _scaled_product(rows, a.t(), scales[0], h)
-        else:
-            for i, (part, each) in enumerate(zip(h.split(ranks, 1), a.split(ranks))):
-                dropped = rows
-                if dropouts[i]:
-                    masks[i] = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - dropouts[i])
-                    dropped = rows * masks[i]
-                _scaled_product(dropped, each.t(), scales[i], part)
+        # Of the masked x, which is not rounded.
+        scales = [scale / (1 - p) for scale, p in zip(scales, dropouts)]
+        runs = _runs_of(scales, dropouts, ranks)
+        many_masks = []
+        for run in runs:
+            masks, each, part = None, a[run.columns], h[:, run.columns]
+            if run.dropout:
+                count = run.members.stop - run.members.start
+                masks = lora_dropout.draw_masks(rows, run.dropout, count, each.shape[0] // count)
+                lora_dropout.project(rows, masks, each, run.scale, part)
+            else:
+                scaled_product(rows, each.t(), run.scale, part)
+            many_masks.append(masks)
         results = []
         for weight, bias, part, b in zip(weights, biases, h.split(ranks, 1), many_b):
             # Not a view: the caller may change it in place.
@@ -260,8 +285,8 @@ class _Projections(torch.autograd.Function):
             results.append(result)
         ctx.set_materialize_grads(False)
         trains_a = any(ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n])
-        ctx.save_for_backward(x if trains_a else None, h, a, *many_b, *weights, *masks)
-        ctx.scales, ctx.dropouts, ctx.ranks, ctx.shape = scales, dropouts, ranks, x.shape
+        ctx.save_for_backward(x if trains_a else None, h, a, *many_b, *weights, *many_masks)
+        ctx.scales, ctx.runs, ctx.ranks, ctx.shape = scales, runs, ranks, x.shape
         ctx.d_x_dtype = x.dtype if uncast is None else uncast.dtype
         ctx.dtypes = [each.dtype for each in tensors[2 * n :]]
         return tuple(results)
@@ -269,12 +294,11 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        n, ranks = len(ctx.scales), ctx.ranks
+        n, ranks = len(ctx.ranks), ctx.ranks
         x, h, a, *rest = ctx.saved_tensors
-        many_b, weights, masks = (rest[i * n : (i + 1) * n] for i in range(3))
-        needs_x, needs_a = ctx.needs_input_grad[0], ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n]
+        many_b, weights, many_masks = rest[:n], rest[n : 2 * n], rest[2 * n :]
+        needs_x, needs_a = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n]
         needs_b = ctx.needs_input_grad[4 + 3 * n :]
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
@@ -284,33 +308,27 @@ class _Projections(torch.autograd.Function):
                 d_part.zero_()
                 continue
             d_y = d_y.reshape(-1, d_y.shape[-1])
-            _scaled_product(d_y, many_b[i], ctx.scales[i], d_part)
+            scaled_product(d_y, many_b[i], ctx.scales[i], d_part)
             if needs_b[i]:
-                d_b[i] = _product(d_y.t(), part, ctx.dtypes[n + i])
+                d_b[i] = product(d_y.t(), part, ctx.dtypes[n + i])
             if needs_x:
                 accumulate(d_x, d_y.t(), weights[i].to(d_y.dtype), first=is_first)
                 is_first = False
-        if any(ctx.dropouts):
-            for i, (d_part, each) in enumerate(zip(d_h.split(ranks, 1), a.split(ranks))):
-                if grads[i] is None:
-                    continue
-                if needs_a[i]:
-                    dropped = rows if masks[i] is None else rows * masks[i]
-                    d_a[i] = _product(d_part.t(), dropped, ctx.dtypes[i])
-                if needs_x and masks[i] is None:
-                    accumulate(d_x, d_part.t(), each, first=False)
-                elif needs_x:
-                    d_x.addcmul_(torch.mm(d_part, each), masks[i])
-        else:
-            if any(needs_a):
-                parts = _product(d_h.t(), rows, ctx.dtypes[0]).split(ranks)
-                # A projection whose result is not used has no gradient, not zeros: AdamW would decay its A.
-                d_a = [
-                    part if needed and d_y is not None else None
-                    for part, needed, d_y in zip(parts, needs_a, grads)
-                ]
-            if needs_x:
-                accumulate(d_x, d_h.t(), a, first=False)
+        for run, masks in zip(ctx.runs, many_masks):
+            d_part = d_h[:, run.columns]
+            if any(needs_a[run.members]):
+                rows, dtype = x.reshape(-1, x.shape[-1]), ctx.dtypes[run.members.start]
+                if masks is None:
+                    gradients = product(d_part.t(), rows, dtype)
+                else:
+                    gradients = lora_dropout.weight_gradient(d_part, rows, masks, dtype)
+                d_a[run.members] = gradients.split(ranks[run.members])
+            if needs_x and masks is None:
+                accumulate(d_x, d_part.t(), a[run.columns], first=False)
+            elif needs_x:
+                lora_dropout.add_input_gradient(d_x, d_part, masks, a[run.columns])
+        # A projection whose result is not used has no gradient, not zeros: AdamW would decay its A.
+        d_a = [each if needed and d_y is not None else None for each, needed, d_y in zip(d_a, needs_a, grads)]
         d_x = None if d_x is None else d_x.view(ctx.shape)
         d_inputs = (d_x, None) if ctx.d_x_dtype == h.dtype else (None, d_x)
         return *d_inputs, None, None, *[None] * (2 * n), *d_a, *d_b
@@ -327,17 +345,3 @@ def _cast_adapters(
     # One kernel.
     torch._foreach_copy_([*a.split(ranks), *cast_b], [*many_a, *many_b])
     return a, cast_b
-
-
-def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
-    """out = scale * a @ b."""
-    torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`, which may be wider than that of a and b."""
-    is_direct = dtype == a.dtype or dtype == torch.float32 and has_out_dtype(a.device.type, a.dtype)
-    out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype if is_direct else a.dtype)
-    if dtype == a.dtype or not is_direct:
-        return torch.mm(a, b, out=out).to(dtype)
-    return torch.mm(a, b, out_dtype=dtype, out=out)

@@ -1,4 +1,6 @@
-"""Compiles the kernels of norm, rope and gated for one target, as their launchers ask for it; needs no GPU.
+"""Compiles the kernels of norm, rope, gated and lora_dropout for one target, as their launchers ask for it.
+
+Needs no GPU:
 
     python -m tests.layers.compile_layer_kernels cuda 90        # or: hip gfx942
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from tests.kernels.offline import Source, compile_sources, jitted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.uint8: "u8", torch.int64: "i64"}
 
 
 class Variant(NamedTuple):
@@ -155,16 +157,40 @@ def run_gated(rows: int) -> None:
         differentiate(gated(a, b, activation=activation))
 
 
+def run_lora_dropout(rows: int) -> None:
+    from logitless.layers import lora
+
+    cases = AllPairs([[BF16, FP16], [BF16, FP32], [1, 3], [3, 16, 32, 64, 128], [1000, 2304]])
+    for dtype, input_dtype, count, rank, K in cases:
+        a, b, w = (nothing(*size, dtype=dtype) for size in ((rank, K), (96, rank), (96, K)))
+        x = nothing(rows, K, dtype=dtype if input_dtype == BF16 else FP32)
+        layer = lora.Projection(w.detach(), None, a, b, 2.0, 0.05)
+        with mock.patch.object(lora, "compute_dtype", lambda x, dtype=dtype: dtype):
+            differentiate(lora.project(x, [layer] * count))
+
+
 def variants(rows: int = 6) -> dict[Variant, object]:
     """What the launchers ask for with so many rows or tokens, and the kernel that it is asked of."""
     from logitless.kernels import operands
-    from logitless.layers import gated_triton, norm_triton, qk_norm_rope_triton, rope_triton
+    from logitless.layers import (
+        gated_triton,
+        lora_dropout_triton,
+        norm_triton,
+        qk_norm_rope_triton,
+        rope_triton,
+    )
 
     kernels = {
         norm_triton: ("norm_kernel", "norm_backward_kernel", "column_sum_kernel"),
         rope_triton: ("rope_kernel",),
         qk_norm_rope_triton: ("norm_rope_backward_kernel",),
         gated_triton: ("gated_kernel", "gated_backward_kernel"),
+        lora_dropout_triton: (
+            "draw_bits_kernel",
+            "dropout_project_kernel",
+            "dropout_weight_kernel",
+            "dropout_input_kernel",
+        ),
     }
     found = {}
     with ExitStack() as patches:
@@ -173,7 +199,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
         for module, names in kernels.items():
             recorders = {name: Recorder(jitted(getattr(module, name)), name, found) for name in names}
             patches.enter_context(mock.patch.multiple(module, **recorders))
-        for run in (run_norms, run_ropes, run_gated):
+        for run in (run_norms, run_ropes, run_gated, run_lora_dropout):
             run(rows)
     assert {v.kernel for v in found} == set(itertools.chain(*kernels.values()))
     return found

@@ -1,0 +1,87 @@
+"""Dropout before the A of LoRA projections of one input x, each with a mask m_i of its own.
+
+    h_i = s (x * m_i) A_i'        d_A_i = d_h_i' (x * m_i)        d_x += sum over i of m_i * (d_h_i A_i)
+
+The masks hold 0 and 1; 1 / (1 - p) is part of s. On a CPU they are drawn as PEFT's are. The Triton kernels
+keep a mask as bits, an eighth of a byte an element, and no masked copy of x exists.
+"""
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.matmul import has_out_dtype
+from logitless.kernels.operands import all_triton, on_device
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+# With more columns, the tiles of a kernel do not fit into the shared memory of a multiprocessor.
+MAX_RANK = 128
+
+
+def draw_masks(x: Tensor, p: float, count: int, rank: int) -> Tensor:
+    """Return masks of x (N, K), whose elements are 1 with probability 1 - p: bools (count, N, K), or bits.
+
+    Args:
+        rank: rows of A of each projection.
+    """
+    if x.dtype in HALF_DTYPES and rank <= MAX_RANK and all_triton(x):
+        from logitless.layers import lora_dropout_triton
+
+        with on_device(x):
+            return lora_dropout_triton.draw_bits(x, p, count)
+    masks = torch.empty(count, *x.shape, dtype=torch.bool, device=x.device)
+    for mask in masks:
+        mask.bernoulli_(1 - p)
+    return masks
+
+
+def project(x: Tensor, masks: Tensor, a: Tensor, scale: float, out: Tensor) -> None:
+    """Write scale * (x * m_i) @ A_i' to r columns of `out` each; `a` has all A_i (r, K) below each other."""
+    if _are_bits(masks):
+        from logitless.layers import lora_dropout_triton
+
+        with on_device(x):
+            return lora_dropout_triton.project(x, masks, a, scale, out)
+    count = masks.shape[0]
+    for mask, each, part in zip(masks, a.chunk(count), out.chunk(count, 1)):
+        scaled_product(x * mask, each.t(), scale, part)
+
+
+def weight_gradient(d_h: Tensor, x: Tensor, masks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradients of all A_i below each other."""
+    if _are_bits(masks):
+        from logitless.layers import lora_dropout_triton
+
+        with on_device(x):
+            return lora_dropout_triton.weight_gradient(d_h, x, masks).to(dtype)
+    parts = d_h.chunk(masks.shape[0], 1)
+    return torch.cat([product(part.t(), x * mask, dtype) for part, mask in zip(parts, masks)])
+
+
+def add_input_gradient(d_x: Tensor, d_h: Tensor, masks: Tensor, a: Tensor) -> None:
+    """d_x += sum over i of m_i * (d_h_i @ A_i)."""
+    if _are_bits(masks):
+        from logitless.layers import lora_dropout_triton
+
+        with on_device(d_x):
+            return lora_dropout_triton.add_input_gradient(d_x, d_h, masks, a)
+    count = masks.shape[0]
+    for mask, part, each in zip(masks, d_h.chunk(count, 1), a.chunk(count)):
+        d_x.addcmul_(product(part, each, part.dtype), mask)
+
+
+def _are_bits(masks: Tensor) -> bool:
+    return masks.dtype == torch.uint8
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * a @ b. Autocast does not apply."""
+    torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in `dtype`, which may be wider than that of a and b. Autocast does not apply."""
+    is_direct = dtype == a.dtype or dtype == torch.float32 and has_out_dtype(a.device.type, a.dtype)
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype if is_direct else a.dtype)
+    if dtype == a.dtype or not is_direct:
+        return torch.mm(a, b, out=out).to(dtype)
+    return torch.mm(a, b, out_dtype=dtype, out=out)
