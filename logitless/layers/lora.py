@@ -6,8 +6,8 @@
 PEFT's layer casts x to the adapter's fp32 and, under autocast, back; multiplies by s and adds in kernels of
 their own, forward and backward; and keeps a copy of x for each projection. Here the products accumulate the
 sums, s is applied to h and d_h, which have r numbers a token, and x, h, A and B are saved in the products'
-dtype. W in a wider dtype is cast in the forward pass and again in the backward pass. Results differ from
-PEFT's by rounding. Dropout masks are drawn in PEFT's order.
+dtype. W in a wider dtype or in 4 bits is converted in the forward pass and again in the backward pass.
+Results differ from PEFT's by rounding. Dropout masks are drawn in PEFT's order.
 """
 
 import functools
@@ -31,19 +31,24 @@ from logitless.layers.source import UnrecognizedSource, undecorated_forward_of
 logger = logging.getLogger(__name__)
 
 KEY = "lora"
-# Module and name of the class that is fused. Its subclasses may compute something else.
-PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
+# Names of PEFT's classes that are fused -> those of their base layers. Subclasses may compute something else.
+FUSED_CLASSES = {
+    "peft.tuners.lora.layer.Linear": "torch.nn.modules.linear.Linear",
+    "peft.tuners.lora.bnb.Linear4bit": "bitsandbytes.nn.modules.Linear4bit",
+}
+PARAMS_4BIT = "bitsandbytes.nn.modules.Params4bit"
 
 
 class Projection(NamedTuple):
     """What a LoRA layer computes with in one call."""
 
-    weight: Tensor  # (O, K)
+    weight: Tensor  # (O, K), or that packed into 4 bits a number
     bias: Tensor | None  # (O,)
     a: Tensor  # (r, K)
     b: Tensor  # (O, r)
     scale: float
     dropout: float  # probability; 0 in evaluation mode
+    quant_state: Any = None  # bitsandbytes' description of a packed weight
 
 
 class Fused(NamedTuple):
@@ -69,11 +74,11 @@ def check(module: nn.Module) -> None:
     Raises:
         UnrecognizedSource: the layer computes something else, whatever its adapters are later set to.
     """
-    cls = type(module)
-    if (cls.__module__, cls.__qualname__) != PEFT_LINEAR:
-        raise UnrecognizedSource(f"it is {cls.__module__}.{cls.__qualname__}")
+    name = _class_name(module)
+    if name not in FUSED_CLASSES:
+        raise UnrecognizedSource(f"it is {name}")
     function = undecorated_forward_of(module)
-    if type(module.base_layer) is not nn.Linear:
+    if _class_name(module.base_layer) != FUSED_CLASSES[name]:
         raise UnrecognizedSource(f"its base layer is {type(module.base_layer).__name__}")
     if variants := {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}:
         raise UnrecognizedSource(f"its adapter is {', '.join(sorted(variants))}")
@@ -81,6 +86,10 @@ def check(module: nn.Module) -> None:
         raise UnrecognizedSource("its adapter has a bias")
     if not _agrees(module, function):
         raise UnrecognizedSource("its results differ from those of plain LoRA")
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _agrees(module: nn.Module, function: Callable) -> bool:
@@ -177,7 +186,8 @@ def read(module: nn.Module, x: Tensor) -> Projection | str:
     dropout, scale = module.lora_dropout[name], module.scaling[name]
     if getattr(module, "lora_variant", {}).get(name) is not None:
         return "the adapter is not plain LoRA"
-    for layer in (base, lora_a, lora_b):
+    is_4bit = _class_name(base) == FUSED_CLASSES["peft.tuners.lora.bnb.Linear4bit"]
+    for layer in (lora_a, lora_b) if is_4bit else (base, lora_a, lora_b):
         if type(layer) is not nn.Linear:
             return f"a layer of the projection is {type(layer).__name__}"
     if type(dropout) not in (nn.Dropout, nn.Identity):
@@ -190,19 +200,40 @@ def read(module: nn.Module, x: Tensor) -> Projection | str:
     weight, bias, a, b = base.weight, base.bias, lora_a.weight, lora_b.weight
     if weight.requires_grad or bias is not None and bias.requires_grad:
         return "the base layer is trained"
-    tensors = [x, weight, a, b] if bias is None else [x, weight, a, b, bias]
-    # ZeRO-3 leaves empty parameters.
-    if not all(type(t) in PLAIN_TYPES for t in tensors) or x.is_meta or x.shape[-1:] != weight.shape[1:]:
-        return "a parameter or the input is not a plain tensor"
     dtype = compute_dtype(x)
-    if dtype == x.dtype and all(t.dtype == dtype for t in tensors):
-        return Projection(weight, bias, a, b, scale, p)
-    if not torch.is_autocast_enabled(x.device.type):
-        # PEFT computes a wider adapter in its own dtype.
-        return "input, weights and adapters have several dtypes, without autocast"
-    if not all(t.dtype in (dtype, torch.float32) for t in tensors):
-        return "a tensor has a dtype that autocast does not cast"
-    return Projection(weight, bias, a, b, scale, p)
+    quant_state = None
+    tensors = [x, a, b] if bias is None else [x, a, b, bias]
+    if is_4bit:
+        quant_state = getattr(weight, "quant_state", None)
+        if reason := _reason_against_4bit(base, x, dtype, quant_state):
+            return reason
+        shape = quant_state.shape
+    else:
+        tensors.append(weight)
+        shape = weight.shape
+    # ZeRO-3 leaves empty parameters.
+    if not all(type(t) in PLAIN_TYPES for t in tensors) or x.is_meta or x.shape[-1:] != shape[1:]:
+        return "a parameter or the input is not a plain tensor"
+    if dtype != x.dtype or any(t.dtype != dtype for t in tensors):
+        if not torch.is_autocast_enabled(x.device.type):
+            # PEFT computes a wider adapter in its own dtype.
+            return "input, weights and adapters have several dtypes, without autocast"
+        if not all(t.dtype in (dtype, torch.float32) for t in tensors):
+            return "a tensor has a dtype that autocast does not cast"
+    return Projection(weight, bias, a, b, scale, p, quant_state)
+
+
+def _reason_against_4bit(base: nn.Module, x: Tensor, dtype: torch.dtype, quant_state: Any) -> str:
+    """Return why PEFT's own forward pass must run for a 4-bit base layer, or ""."""
+    if _class_name(base.weight) != PARAMS_4BIT or quant_state is None:
+        return "the base weight is not in 4 bits"
+    if getattr(quant_state, "packing_format_for_cpu", False):
+        return "the base weight is packed for inference on a CPU"
+    # bitsandbytes computes in this dtype and returns that of x. Without one, it takes that of its first x.
+    computes_in = base.compute_dtype if base.compute_type_is_set else x.dtype
+    if not x.dtype == dtype == computes_in:
+        return "the 4-bit base layer computes in another dtype"
+    return ""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -213,12 +244,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def project(x: Tensor, projections: list[Projection]) -> tuple[Tensor, ...]:
     """Return the results of projections of one input (..., K), each (..., O)."""
-    weights, biases, many_a, many_b, scales, dropouts = zip(*projections)
+    weights, biases, many_a, many_b, scales, dropouts, states = zip(*projections)
     # Cast by autograd, so that it is known as a copy of x where tensors are recomputed.
     cast = x.to(compute_dtype(x))
     # Its gradient would be the sum over the projections, rounded to the products' dtype.
     uncast = None if cast is x else x
-    return _Projections.apply(cast, uncast, scales, dropouts, *weights, *biases, *many_a, *many_b)
+    return _Projections.apply(cast, uncast, scales, dropouts, states, *weights, *biases, *many_a, *many_b)
 
 
 class _Run(NamedTuple):
@@ -251,7 +282,7 @@ class _Projections(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, uncast, scales, dropouts, *tensors):
+    def forward(ctx, x, uncast, scales, dropouts, quant_states, *tensors):
         n = len(scales)
         weights, biases, many_a, many_b = (tensors[i * n : (i + 1) * n] for i in range(4))
         ranks = [a.shape[0] for a in many_a]
@@ -272,11 +303,11 @@ class _Projections(torch.autograd.Function):
                 scaled_product(rows, each.t(), run.scale, part)
             many_masks.append(masks)
         results = []
-        for weight, bias, part, b in zip(weights, biases, h.split(ranks, 1), many_b):
+        for weight, state, bias, part, b in zip(weights, quant_states, biases, h.split(ranks, 1), many_b):
             # Not a view: the caller may change it in place.
-            result = x.new_empty(*x.shape[:-1], weight.shape[0])
-            y = result.view(-1, weight.shape[0])
-            weight = weight.to(x.dtype).t()
+            result = x.new_empty(*x.shape[:-1], b.shape[0])
+            y = result.view(-1, b.shape[0])
+            weight = _as_matrix(weight, state, x.dtype).t()
             if bias is None:
                 torch.mm(rows, weight, out=y)
             else:
@@ -284,8 +315,9 @@ class _Projections(torch.autograd.Function):
             y.addmm_(part, b.t())
             results.append(result)
         ctx.set_materialize_grads(False)
-        trains_a = any(ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n])
+        trains_a = any(ctx.needs_input_grad[5 + 2 * n : 5 + 3 * n])
         ctx.save_for_backward(x if trains_a else None, h, a, *many_b, *weights, *many_masks)
+        ctx.quant_states = quant_states
         ctx.scales, ctx.runs, ctx.ranks, ctx.shape = scales, runs, ranks, x.shape
         ctx.d_x_dtype = x.dtype if uncast is None else uncast.dtype
         ctx.dtypes = [each.dtype for each in tensors[2 * n :]]
@@ -297,8 +329,8 @@ class _Projections(torch.autograd.Function):
         n, ranks = len(ctx.ranks), ctx.ranks
         x, h, a, *rest = ctx.saved_tensors
         many_b, weights, many_masks = rest[:n], rest[n : 2 * n], rest[2 * n :]
-        needs_x, needs_a = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[4 + 2 * n : 4 + 3 * n]
-        needs_b = ctx.needs_input_grad[4 + 3 * n :]
+        needs_x, needs_a = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[5 + 2 * n : 5 + 3 * n]
+        needs_b = ctx.needs_input_grad[5 + 3 * n :]
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
@@ -312,7 +344,8 @@ class _Projections(torch.autograd.Function):
             if needs_b[i]:
                 d_b[i] = product(d_y.t(), part, ctx.dtypes[n + i])
             if needs_x:
-                accumulate(d_x, d_y.t(), weights[i].to(d_y.dtype), first=is_first)
+                weight = _as_matrix(weights[i], ctx.quant_states[i], d_y.dtype)
+                accumulate(d_x, d_y.t(), weight, first=is_first)
                 is_first = False
         for run, masks in zip(ctx.runs, many_masks):
             d_part = d_h[:, run.columns]
@@ -331,7 +364,16 @@ class _Projections(torch.autograd.Function):
         d_a = [each if needed and d_y is not None else None for each, needed, d_y in zip(d_a, needs_a, grads)]
         d_x = None if d_x is None else d_x.view(ctx.shape)
         d_inputs = (d_x, None) if ctx.d_x_dtype == h.dtype else (None, d_x)
-        return *d_inputs, None, None, *[None] * (2 * n), *d_a, *d_b
+        return *d_inputs, None, None, None, *[None] * (2 * n), *d_a, *d_b
+
+
+def _as_matrix(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight (O, K) in `dtype`, unpacked if bitsandbytes has packed it."""
+    if quant_state is not None:
+        import bitsandbytes
+
+        weight = bitsandbytes.functional.dequantize_4bit(weight.data, quant_state)
+    return weight.to(dtype)
 
 
 def _cast_adapters(

@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import importlib.util
 import math
 import pickle
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -788,3 +791,93 @@ def test_groups_of_a_model(family):
         each.found = step(each)
     assert_same(model.found, stock.found, 1e-5)
     assert not fused.report.stock_calls
+
+
+class Params4bit(nn.Parameter):
+    """Stands in for that of bitsandbytes: one byte for two numbers from -8 to 7, and a scale."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def __new__(cls, weight: Tensor):
+        scale = weight.abs().max() / 7
+        numbers = (weight / scale).round().to(torch.int16).flatten() + 8
+        packed = (numbers[::2] * 16 + numbers[1::2]).to(torch.uint8)
+        self = torch.Tensor._make_subclass(cls, packed, False)
+        self.quant_state = SimpleNamespace(shape=weight.shape, scale=scale, dtype=weight.dtype)
+        return self
+
+
+def dequantize_4bit(packed: Tensor, quant_state: SimpleNamespace) -> Tensor:
+    packed = packed.detach().as_subclass(Tensor).to(torch.int16)
+    numbers = torch.stack([packed // 16, packed % 16], -1) - 8
+    return (numbers.view(quant_state.shape) * quant_state.scale).to(quant_state.dtype)
+
+
+class Linear4bit(nn.Linear):
+    """Stands in for that of bitsandbytes."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*weight.shape[::-1], bias=False, device="meta")
+        self.weight = Params4bit(weight)
+        self.compute_dtype, self.compute_type_is_set = BF16, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = dequantize_4bit(self.weight, self.weight.quant_state).to(self.compute_dtype)
+        return nn.functional.linear(x.to(self.compute_dtype), weight).to(x.dtype)
+
+
+@pytest.fixture
+def peft_4bit(monkeypatch) -> type[nn.Module]:
+    """PEFT's class of 4-bit LoRA layers, which it defines only beside bitsandbytes."""
+    stub = ModuleType("bitsandbytes")
+    stub.functional = SimpleNamespace(dequantize_4bit=dequantize_4bit)
+    stub.nn = SimpleNamespace(Linear4bit=Linear4bit)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", stub)
+    for name in ("is_bnb_available", "is_bnb_4bit_available"):
+        monkeypatch.setattr(peft.import_utils, name, lambda: True)
+    spec = importlib.util.find_spec("peft.tuners.lora.bnb")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Linear4bit
+
+
+def test_a_base_in_4_bits(peft_4bit):
+    class Block4bit(nn.Module):
+        def forward(self, x):
+            return self.first(x), self.second(x)
+
+    torch.manual_seed(0)
+    model = Block4bit()
+    for name, size in (("first", 40), ("second", 16)):
+        config = peft.LoraConfig(r=4, init_lora_weights=False)
+        layer = peft_4bit(Linear4bit(torch.randn(size, 24, dtype=BF16)), "default", config=config, r=4)
+        layer.update_layer("default", 4, lora_alpha=8, config=config)
+        setattr(model, name, layer)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    model.train()
+    with torch.autocast("cpu", BF16):
+        wanted = outcome(model, BF16)
+        stock_cost = cost(model, torch.randn(500, 24, dtype=BF16))
+        fused = fuse_layers(model)
+        found = outcome(model, BF16)
+        assert found.keys() == wanted.keys() and len(wanted) == 7
+        assert max(errors(found, {name: x.double() for name, x in wanted.items()}).values()) < 1e-2
+        count, saved = cost(model, torch.randn(500, 24, dtype=BF16))
+    assert list(fused.report.fused.values()) == [("LoRA",), ("LoRA",), BOTH] and not fused.report.stock_calls
+    # No matrix in bf16 is kept.
+    assert count < stock_cost[0] and saved < stock_cost[1] and saved < 500 * 24 * 2 + 2 * 500 * 4 * 2 + 2000
+    for x, reason in (
+        (torch.randn(3, 24), "the 4-bit base layer computes in another dtype"),
+        (torch.randn(3, 24, dtype=BF16), "input, weights and adapters have several dtypes, without autocast"),
+    ):
+        fused.report.stock_calls.clear()
+        results = model(x)
+        assert dict(fused.report.stock_calls) == {reason: 2}
+        fused()
+        assert all(torch.equal(y, z) for y, z in zip(results, model(x)))
+        fused = fuse_layers(model)
