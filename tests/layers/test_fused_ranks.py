@@ -1,9 +1,12 @@
 """Fused layers over two processes: FSDP2, and a tensor-parallel plan of transformers."""
 
+import peft
 import pytest
+import torch
 import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from logitless.models import fuse_layers
 from tests.layers.tiny import Step, assert_same, counted, step, tiny
@@ -50,8 +53,36 @@ def parallel(folder: str) -> dict:
     return found
 
 
-def both(folder: str) -> tuple[dict, dict]:
-    return sharded(folder), parallel(folder)
+def with_adapters() -> torch.nn.Module:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(tiny("Qwen3"), config)
+
+
+def lora(folder: str) -> dict:
+    """LoRA under FSDP2, with one A that is wrapped by itself, and under DDP."""
+    found = {}
+    for order in ("stock", "fused before", "fused after"):
+        model = with_adapters()
+        handle = fuse_layers(model) if order == "fused before" else None
+        layers = model.get_base_model().model.layers
+        fully_shard(layers[0].mlp.up_proj.lora_A.default)
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if order == "fused after":
+            handle = fuse_layers(model)
+        found[order] = whole(step(model))
+        found[f"{order}, reasons"] = dict(handle.report.stock_calls) if handle else {}
+    model = with_adapters()
+    report = fuse_layers(model).report
+    found["DDP"] = step(DistributedDataParallel(model))
+    found["DDP, reasons"] = dict(report.stock_calls)
+    return found
+
+
+def both(folder: str) -> tuple[dict, dict, dict]:
+    return sharded(folder), parallel(folder), lora(folder)
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +117,15 @@ def test_a_tensor_parallel_plan(ranks, rank):
     norms = [f"model.layers.{layer}.self_attn.{norm}" for layer in range(2) for norm in ("q_norm", "k_norm")]
     assert report.skipped == dict.fromkeys(norms, "a forward attribute is set on this instance")
     assert attention == ("apply_rotary_pos_emb",)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_lora_layers(ranks, rank):
+    found, wanted = ranks[rank][2], step(with_adapters())
+    for order in ("stock", "fused before", "fused after"):
+        assert_same(found[order], wanted, 1e-5)
+    names = {name.removeprefix("module."): x for name, x in found["DDP"].gradients.items()}
+    assert_same(Step(found["DDP"].loss, names), wanted, 1e-5)
+    assert found["DDP, reasons"] == {}
+    for order in ("fused before", "fused after"):
+        assert sum(found[f"{order}, reasons"].values()) == 1

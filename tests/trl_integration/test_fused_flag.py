@@ -1,7 +1,11 @@
 """`use_fused_layers`, alone and beside the chunked loss: one step of a few trainers, and what is refused."""
 
+import functools
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers
@@ -11,7 +15,7 @@ from logitless.layers import fused_forwards
 from logitless.models import fuse_layers
 from logitless.trl_integration import apply_to
 
-from .compare import adapted, options, our_pair, sft_trainer
+from .compare import adapted, options, our_pair, sft_trainer, stock_pair
 from .kinds import step
 from .tiny import VOCAB, assert_same_gradients, tiny_model
 
@@ -96,6 +100,75 @@ def test_sft_fused_layers_under_lora(folder, runs, loss):
     assert_same_gradients(theirs, mine, rtol=1e-3)
     trained = mine.trainer.model.get_base_model().model.norm.modules_to_save["default"]
     assert trained in runs and any("modules_to_save" in name for name in mine.gradients[0])
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
+def test_fused_lora_layers(folder, kind):
+    """All linear layers, with dropout, whose masks are the stock trainer's on the CPU."""
+    config = peft.LoraConfig(
+        r=4, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False, use_rslora=True
+    )
+
+    def pair(names: dict) -> dict:
+        return names | {"trainer": functools.partial(names["trainer"], peft_config=config)}
+
+    theirs, mine = (
+        step(kind, folder, **pair(stock_pair(kind))),
+        step(kind, folder, use_fused_layers=True, **pair(our_pair(kind))),
+    )
+    assert_same_gradients(theirs, mine, rtol=1e-4)
+    assert all("lora_" in name for name in mine.gradients[0])
+    (report,) = mine.trainer.fused_layers.reports.values()
+    parts = [part for parts in report.fused.values() for part in parts if part == "LoRA" or "input" in part]
+    groups = ["q_proj, k_proj, v_proj of one input", "gate_proj, up_proj of one input"]
+    assert sorted(parts) == sorted(["LoRA"] * 14 + groups * 2)
+    # The reference is the model with the adapter switched off.
+    assert report.stock_calls.keys() == (set() if kind == "SFT" else {"adapters are disabled"})
+
+
+def test_a_reference_that_is_a_second_adapter(folder):
+    """What TRL makes of a model that has an adapter already."""
+
+    def wrap(model):
+        return adapted(model, target_modules="all-linear")
+
+    theirs, mine = step("DPO", folder, wrap=wrap), flagged("DPO", folder, wrap=wrap)
+    assert_same_gradients(theirs, mine, rtol=1e-4)
+    (report,) = mine.trainer.fused_layers.reports.values()
+    assert set(mine.trainer.model.peft_config) == {"default", "ref"} and not report.stock_calls
+
+
+def test_weights_of_fused_lora_layers_that_vllm_gets(folder):
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    class Client:
+        def update_named_params(self, metadata, parameters):
+            self.sent = {name: value.clone() for name, value in parameters}
+
+        def reset_prefix_cache(self):
+            pass
+
+    def sent(model) -> dict[str, torch.Tensor]:
+        generation = object.__new__(VLLMGeneration)
+        generation.__dict__ |= {
+            "model": model,
+            "mode": "server",
+            "accelerator": SimpleNamespace(is_main_process=True),
+            "vllm_client": Client(),
+            "_weight_metadata": None,
+            "_dist": SimpleNamespace(gather_params=lambda parameters: nullcontext(), is_fsdp=False),
+        }
+        generation.sync_weights()
+        return generation.vllm_client.sent
+
+    models = [adapted(tiny_model(), target_modules="all-linear", modules_to_save=["norm"]) for _ in range(2)]
+    report = fuse_layers(models[0]).report
+    found, wanted = map(sent, models)
+    assert list(found) == list(wanted) and not any("lora" in name for name in found)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    # Merged and unmerged on the way.
+    models[0](torch.tensor([[3, 4]]))
+    assert not report.stock_calls
 
 
 def test_apply_to_and_undo(tmp_path, calls, lines):
