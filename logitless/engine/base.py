@@ -258,6 +258,7 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
     it.
     """
     buffer, place = head.new_buffer(plan, fused_epilogue=reader.fused_epilogue)
+    sharded = head.call.vocabulary.sharded
 
     def take(start: int, stop: int, kind: object, *, reads: bool, writes: bool) -> Chunk:
         size = stop - start
@@ -271,7 +272,7 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
             head.backproject(chunk)
         chunk.factors = reader.row_factors(chunk)  # empty for a loss of logits
         head.scale(chunk)  # apply the factors to d_features and to the features of product 3
-        arrival = head.reduce(chunk)  # start the sum over ranks
+        arrival = head.reduce(chunk) if sharded else None  # start the sum over ranks
         gradients.add(chunk, head)  # product 3, overlaps the sum
         head.scatter(chunk, arrival)  # wait for the sum, layers backward, write rows of d_hidden
 
@@ -359,12 +360,19 @@ def run_head(
         d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
     """
     plan = plan_for(call, rows, purpose, heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
-    reader = reader_of(call)(call, rows, plan, factors, known, upstream)
+    readers = ReplayReader if call.sets is not None else call.loss.reader.of(call)
+    reader = readers(call, rows, plan, factors, known, upstream)
+    projections = Projection
+    if plan.replay is not None:
+        projections = ReplayProjection
+    elif plan.columns:
+        projections = GatheredProjection
     writes = plan.writes is not Write.NEVER
-    head = projection_of(plan)(call, rows, gradients=writes)
+    head = projections(call, rows, gradients=writes)
     if writes:
         gradients.open(call, deferred, several_chunks=plan.d_weight_parts > 1)
-    run_spans(plan, rows.chunked, head, reader, gradients)
+    chunked = rows if rows.replay is None else rows.replay.chunked
+    run_spans(plan, chunked, head, reader, gradients)
     if plan.strategy == "cached_grad" and plan.evaluates:
         reader.finish_cached_grad(head.d_hidden, head.d_hidden, head)
     if writes:
@@ -589,18 +597,6 @@ def token_gradients(
 def _masked(x: Tensor, supervised: Tensor) -> Tensor:
     """`x` (N, ...), with 0 in the rows that are not supervised (N,)."""
     return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
-
-
-def reader_of(call: HeadCall) -> type[Reader]:
-    """The reader class of a call: `ReplayReader` with a sampling mask, else that of the loss."""
-    return call.loss.reader.of(call) if call.sets is None else ReplayReader
-
-
-def projection_of(plan: Plan) -> type[Projection]:
-    """The class of the projection of a plan."""
-    if plan.replay is not None:
-        return ReplayProjection
-    return GatheredProjection if plan.columns else Projection
 
 
 # -- Forward and backward pass of each mode

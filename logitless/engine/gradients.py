@@ -172,10 +172,13 @@ class Gradients:
         elif call.needs.hidden:
             self.sums[hidden] = head.d_hidden.to(call.stat_dtype) if self._several else head.d_hidden
         rows = head.rows
-        if call.needs.hidden:
-            self._reached(hidden, rows.supervised)
-        for index in (weight, bias, *layers):
-            self._reached(index, rows.supervised_count)
+        if self._several:
+            reached = dict.fromkeys((weight, bias, *layers), rows.supervised_count)
+            for index, own in ({hidden: rows.supervised} | reached).items():
+                self.supervised[index] = either(self.supervised.get(index, own), own)
+        elif rows.supervised is not None:
+            self.supervised = {hidden: rows.supervised}
+            self.supervised |= dict.fromkeys((weight, bias, *layers), rows.supervised_count)
         if head.layers is not None:
             indices = dict(zip(call.layers.tensors, layers, strict=True))
             for name, total in head.layers.sums.items():
@@ -185,12 +188,6 @@ class Gradients:
                 if index in self.sums and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)
         self._weight = self._bias = None
-
-    def _reached(self, index: int | None, supervised: Tensor | None) -> None:
-        """Add the rows that the head's supervised tokens reach to those of earlier heads."""
-        self.supervised[index] = (
-            either(self.supervised[index], supervised) if index in self.supervised else supervised
-        )
 
 
 def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -189,7 +189,7 @@ class Plan:
             ]
         )
 
-    @property
+    @functools.cached_property
     def d_weight_parts(self) -> int:
         """Upper bound of the number of parts (chunks, gathered rows) that are summed to d_weight."""
         return sum([len(span.chunks) for span in self.spans])

@@ -162,7 +162,9 @@ def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool)
     if certain:
         everything = torch.arange(rows.count, device=kind.device) if index is None else index
         index = everything[:chunked_count]
-    chunked = Rows(chunked_count, rows.tokens, 0, index, None, None, shards=rows.shards)
+    chunked = rows._replace(
+        count=chunked_count, chosen_tokens=0, index=index, group_sizes=None, sequence_sizes=None, roles=1
+    )
     slot_count = sum(sizes) + certain
     return rows._replace(
         replay=Replay(chunked, order, plain, picked, gathered, certain, slots, slot_count, single)

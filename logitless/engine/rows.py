@@ -56,11 +56,6 @@ class Rows(NamedTuple):
     supervised: Tensor | None = None  # (N,) bool, in call order; None: every token is supervised
     supervised_count: Tensor | None = None  # () int64, of this rank; None: the host knows that it is not 0
 
-    @property
-    def chunked(self) -> "Rows":
-        """The rows of the chunk loop, in the order of the loop."""
-        return self if self.replay is None else self.replay.chunked
-
     def at(self, start: int, stop: int) -> slice | Tensor:
         """The positions of rows start:stop in the flattened call."""
         return slice(start, stop) if self.index is None else self.index[start:stop]

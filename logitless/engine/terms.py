@@ -94,7 +94,8 @@ def reduced(
     Raises:
         ValueError: the call has `num_items`, but no term is over the unit that it counts.
     """
-    _check_num_items(terms, factors)
+    if factors.num_items_unit is not None:
+        _check_num_items(terms, factors)
     first, *remaining = [
         sequences.sum_unless_whole(term.values.sum() * factors.loss[term.over], term.over)
         for term in terms.values()
@@ -104,7 +105,7 @@ def reduced(
 
 def _check_num_items(terms: Mapping[str, Term], factors: UnitFactors) -> None:
     unit = factors.num_items_unit
-    if unit is not None and all(term.over != unit for term in terms.values()):
+    if all(term.over != unit for term in terms.values()):
         units = ", ".join(sorted({str(term.over) for term in terms.values()}))
         raise value_error(
             "num_items",
@@ -182,7 +183,8 @@ def reported(
 ) -> tuple[Tensor, Sums]:
     """Return (reduced loss of a slice, as in `reduced`; sums of its metrics), without gradient."""
     terms, metrics = result
-    _check_num_items(terms, factors)
+    if factors.num_items_unit is not None:
+        _check_num_items(terms, factors)
     units = _by_unit(metrics)
     losses = [term.values for term in terms.values()]
     table = _Table([*(x for values in units.values() for x in values), *losses])

@@ -62,7 +62,7 @@ def _triton_runs(device_type: str) -> bool:
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the portable Triton kernels run on this device; otherwise their PyTorch twins run."""
-    if plans_elsewhere():
+    if _planned is not None:
         return dtype in TRITON_DTYPES
     return dtype in TRITON_DTYPES and _triton_runs(device.type) and not _computes_shapes_alone()
 

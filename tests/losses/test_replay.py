@@ -159,6 +159,20 @@ def test_into_a_main_gradient(monkeypatch):
     assert_close(hidden.grad, exact[0].grad, 1e-5, name="d_hidden")
 
 
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
+def test_ignored_tokens_get_0_whatever_the_upstream_gradient_is(compact, upstream):
+    case = Case(*VARIANTS["dapo token"], "mixed")
+    hidden, weight, bias = leaves(case, dtype=torch.float32)
+    ignored = case.targets == -100
+    inputs = {name: x.float() for name, x in case.inputs.items()}
+    loss = case.kind(**case.settings, compact=compact)
+    out = loss(hidden, weight, case.targets, bias=bias, sampling_mask=case.mask, **inputs)
+    (out.loss * upstream).backward()
+    assert ignored.any() and not hidden.grad[ignored].any()
+    assert not hidden.grad[~ignored].isfinite().all()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["dapo token", "grpo sequence", "kl"])
 def test_shift(name, packed):

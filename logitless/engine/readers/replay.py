@@ -29,7 +29,7 @@ class ReplayProjection(Projection):
     """A projection in which the gradient of the gathered rows has one entry per slot: (S,), not (C, V)."""
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
-        super().__init__(call, rows.chunked, gradients=gradients)
+        super().__init__(call, rows.replay.chunked, gradients=gradients)
         self.replay: Replay = rows.replay
         self.local = {which: _local(call, slots) for which, slots in self.replay.slots.items()}
         self.gathers = False  # whether the current chunk is the chunk of the gathered rows
