@@ -56,7 +56,7 @@ class Batch:
     """A slice of n rows of a call. The declared inputs of the loss are attributes, cut to these rows.
 
     Attributes:
-        targets: (n,) int64 token ids.
+        targets: (n,) int64 token ids; 0 in ignored rows.
         V: size of the vocabulary.
         supervised: (n,) bool.
         ignored: (n,) bool; None if every row is supervised.
@@ -69,7 +69,6 @@ class Batch:
         ref_logps: (n,) log-probabilities under the reference model, if the loss declares a reference.
     """
 
-    targets: Tensor
     V: int
     ignored: Tensor | None
     teacher_logits: Tensor
@@ -86,7 +85,7 @@ class Batch:
         vocabulary: WholeVocabulary | None = None,
         sequences: WholeSequences | None = None,
     ):
-        self.targets = targets
+        self.given_targets = targets  # with `ignore_index` in ignored rows
         self.V = V
         self.segments = segments
         # These are not default arguments, because Dynamo does not trace defaults that are instances of these
@@ -110,11 +109,21 @@ class Batch:
 
         The slice must have several rows and, for a loss of sequences, at least two pairs of sequences.
         """
-        return self.targets.shape[0] > 1 and (self.segments is None or self.segments.lengths.shape[0] > 3)
+        return self.given_targets.shape[0] > 1 and (
+            self.segments is None or self.segments.lengths.shape[0] > 3
+        )
+
+    @cached_property
+    def targets(self) -> Tensor:
+        # An index of the vocabulary in every row, so that `terms` may use it as one.
+        targets = self.given_targets
+        return targets if self.ignored is None else targets.masked_fill(self.ignored, 0)
 
     @cached_property
     def supervised(self) -> Tensor:
-        return torch.ones_like(self.targets, dtype=torch.bool) if self.ignored is None else ~self.ignored
+        if self.ignored is None:
+            return torch.ones_like(self.given_targets, dtype=torch.bool)
+        return ~self.ignored
 
     # Sequences.
 
@@ -176,7 +185,7 @@ class Batch:
         segments = self.own_segments
         if self.ignored is None:
             return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
-        before = torch.cat((self.targets.new_zeros(1), (~self.ignored).cumsum(0)))
+        before = torch.cat((self.given_targets.new_zeros(1), (~self.ignored).cumsum(0)))
         return before[:-1] - before[segments.starts][segments.ids]
 
     def _positions_in_slices(self) -> Tensor:
@@ -225,7 +234,7 @@ class Batch:
     @property
     def unit_lengths(self) -> dict[str, int]:
         """The number of values that a term of each unit has."""
-        lengths = {"tokens": self.targets.shape[0]}
+        lengths = {"tokens": self.given_targets.shape[0]}
         if self.segments is not None:
             sequences = self.segments.lengths.shape[0]
             lengths["sequences"] = sequences

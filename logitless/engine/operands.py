@@ -213,9 +213,8 @@ def mask_error(targets: Tensor, weights: str) -> ValueError | None:
 def supervised_where(
     mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device
 ) -> Tensor:
-    """Return targets (...) for a call without labels: a valid id if the mask is 1, else `ignore_index`."""
-    any_id = 0 if ignore_index != 0 else 1
-    every = torch.full(shape, any_id, dtype=torch.int64, device=device)
+    """Return targets (...) for a call without labels: 0 if the mask is 1, else `ignore_index` (not 0)."""
+    every = torch.zeros(shape, dtype=torch.int64, device=device)
     return every if mask is None else masked(every, mask, ignore_index)
 
 

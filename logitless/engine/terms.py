@@ -286,7 +286,7 @@ def evaluate_terms(loss: "LossSpec", logits_or_stats: Tensor | Mapping[str, Tens
     if torch.compiler.is_compiling():
         # While tracing, do not read or change the state of eager calls.
         check_terms(loss, result, batch)
-    elif not batch.targets.is_meta and key not in _CHECKED:
+    elif not batch.given_targets.is_meta and key not in _CHECKED:
         check_terms(loss, result, batch)
         if batch.shows_shapes:
             _CHECKED[key] = True

@@ -247,6 +247,17 @@ def _made(cls: type, **options):
     return cls(**options)
 
 
+def without_labels(loss):
+    """Return the loss for a call without labels, whose targets say only which tokens are supervised.
+
+    Its `ignore_index` is no id: a head of one row has no other id than 0 for the supervised tokens.
+    """
+    if loss.ignore_index != 0:
+        return loss
+    options = {field.name: getattr(loss, field.name) for field in fields(loss)}
+    return cached_loss(type(loss), **options | {"ignore_index": -100})
+
+
 # Types whose values are identified by their repr.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 

@@ -16,6 +16,7 @@ from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
+from logitless.losses.declarations import without_labels
 from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support
@@ -207,7 +208,7 @@ class DistillationLoss(LogitsLoss):
             stats = kernels.fused_divergence(*rows, labels, factors, **options)
             return self._mixed(*stats[: len(self.metric_names)])
         # The label is -1 if there are no labels, and if the label is outside the vocabulary.
-        labels = torch.full_like(batch.targets, -1) if labels is None else labels
+        labels = torch.full_like(batch.given_targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
         stats = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
         return self._mixed(*stats[: len(self.metric_names)])
@@ -245,8 +246,10 @@ class DistillationLoss(LogitsLoss):
             raise value_error(
                 "teacher_hidden", expected, "both" if teachers else "neither", "pass one teacher"
             )
+        if call.targets is None:
+            call.loss = without_labels(self)
         if self.support in SUPPORTS:
-            call.loss = on_support(self, teacher_is_topk=topk is not None)
+            call.loss = on_support(call.loss, teacher_is_topk=topk is not None)
         call.inputs["labels"] = call.targets
         if topk is None:
             check_teacher(*teacher.values(), shape)
@@ -257,7 +260,7 @@ class DistillationLoss(LogitsLoss):
         else:
             call.inputs |= self._best_ids(topk, shape)
         if call.targets is None:
-            call.targets = supervised_where(call.mask, shape, self.ignore_index, call.hidden.device)
+            call.targets = supervised_where(call.mask, shape, call.loss.ignore_index, call.hidden.device)
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
         """Return the teacher's tensors with the head cut to the ids that both vocabularies share."""

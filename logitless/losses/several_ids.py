@@ -15,7 +15,7 @@ from logitless.engine.terms import Term
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
 from logitless.losses.arguments import check_options, warn_of_zeros
-from logitless.losses.declarations import cached_loss
+from logitless.losses.declarations import cached_loss, without_labels
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.linear import LinearLoss
 
@@ -216,7 +216,7 @@ def linear_topk(
         )
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
-    loss = cached_loss(TopkStatistics, k=k, unmasked=mask is None, **head)
+    loss = without_labels(cached_loss(TopkStatistics, k=k, unmasked=mask is None, **head))
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
         stats, plan = loss.statistics(hidden, weight, targets, bias)

@@ -25,7 +25,7 @@ from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.losses.arguments import warn_of_zeros
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.declarations import cached_loss
+from logitless.losses.declarations import cached_loss, without_labels
 from logitless.losses.heads import resolve_heads
 from logitless.losses.inputs import HeadWeight
 from logitless.losses.teachers import check_teacher
@@ -293,14 +293,14 @@ class SpeculatorLoss(LogitsLoss):
             "counted": pairs.counted,
             "problems": torch.cat((pairs.problems, ids.problems)),
         }
-        any_id = 0 if loss.ignore_index != 0 else 1
         arguments = {
             "bias": heads["bias"],
             "num_items": num_items,
             "accumulate_into": accumulate_into,
             "grad_scale": grad_scale,
         }
-        counted = torch.where(pairs.counted, any_id, loss.ignore_index).reshape(-1)
+        loss = without_labels(loss)
+        counted = torch.where(pairs.counted, 0, loss.ignore_index).reshape(-1)
         out = loss.solve(hidden.reshape(-1, hidden.shape[-1]), weight, counted, arguments, inputs)
         warn_of_zeros(mask, loss, out.plan)
         if loss.reduction != "none":
@@ -506,7 +506,7 @@ class Tokens(NamedTuple):
             positions = torch.arange(N, device=device)
             valid = torch.ones(N, dtype=torch.bool, device=device)
         else:
-            at = starts.reshape(-1, starts.shape[-1]).long()
+            at = starts.long().flatten(0, -2) if starts.dim() > 1 else starts.long()[None]
             valid = (at >= 0) & (at < self.length)
             ordered = at.sort(1).values
             repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -520,11 +520,13 @@ class Tokens(NamedTuple):
         else:
             bounds = self.boundaries
             wrong = (bounds.diff() < 0).sum() + (bounds[0] != 0) + (bounds[-1] != N)
-            ends = bounds[1:][sequence_numbers(bounds, positions)].clamp(max=N)
+            last = bounds[1:] if bounds.shape[0] > 1 else bounds  # there may be no sequence
+            ends = last[sequence_numbers(bounds, positions)].clamp(max=N)
         predicted = torch.stack([positions + (loss.offset + k + 1) for k in steps])
         inside = valid & (predicted < ends)
         predicted = torch.where(inside, predicted, 0)
-        labels = torch.where(inside, self.labels[predicted], loss.ignore_index)
+        tokens = self.labels if N else self.labels.new_zeros(1)  # without tokens, no pair is inside
+        labels = torch.where(inside, tokens[predicted], loss.ignore_index)
         counted = inside & (labels != loss.ignore_index)
         wrong_mask = (self.labels <= NAN_MASK).sum()
         problems = torch.cat((torch.stack((wrong_mask, wrong)), problems))

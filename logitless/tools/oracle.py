@@ -188,7 +188,7 @@ def compute_other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
 
 def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
     """Compute every statistic of `TokenStats` from logits (n, V) by its definition; 0 for ignored tokens."""
-    target = batch.targets.masked_fill(~batch.supervised, 0)[:, None]
+    target = batch.targets[:, None]
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
     # p log p is 0 at p = 0, where log p is -inf.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)

@@ -125,13 +125,30 @@ def test_ids_that_both_biases_rule_out_are_not_there(divergence):
 
 @pytest.mark.parametrize("ignore_index", [0, 1, 7])
 def test_every_token_counts_without_targets(ignore_index):
-    """Without targets the call uses an id other than `ignore_index` as the target of every token."""
+    """Also where the id that stands for a target is `ignore_index`."""
     operands = random(6, 4), random(9, 4, seed=4)
     teacher = {"teacher_hidden": random(6, 3, seed=5), "teacher_weight": random(9, 3, seed=6)}
     found, expected = (
         DistillationLoss(ignore_index=index)(*operands, **teacher).loss for index in (ignore_index, -100)
     )
     assert found == expected > 0
+
+
+@pytest.mark.parametrize("make", [DistillationLoss, JSDLoss])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_head_of_one_id_that_is_the_ignored_one(make, reduction):
+    """Without labels no token is ignored: the models agree on the one id."""
+    hidden, weight = torch.randn(6, 3).requires_grad_(), torch.randn(1, 3).requires_grad_()
+    mask = torch.arange(6) % 3 > 0
+    for teacher in (
+        {"teacher_hidden": torch.randn(6, 4), "teacher_weight": torch.randn(1, 4)},
+        {"teacher_logprobs_topk": (torch.zeros(6, 1), torch.zeros(6, 1, dtype=torch.int64))},
+    ):
+        for given in (teacher, teacher | {"mask": mask}):
+            out = make(ignore_index=0, reduction=reduction)(hidden, weight, **given)
+            out.loss.sum().backward()
+            assert not out.loss.any() and not hidden.grad.any() and not weight.grad.any()
+            assert out.plan.rows == (4 if "mask" in given else 6)
 
 
 @pytest.mark.parametrize("trainable, products", [(True, 3), (False, 2)], ids=["trainable", "frozen head"])

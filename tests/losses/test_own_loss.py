@@ -169,6 +169,28 @@ def test_a_loss_of_the_logits_of_two_models(reduction, compact):
     check_teacher_loss(reduction, compact)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PickedLoss(LogitsLoss):
+    """Targets are indices in every row, and so is the row that `table` has for each."""
+
+    vocabulary_inputs: ClassVar = ("table",)
+
+    def terms(self, logits, batch):
+        picked = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+        return {"nll": Term(-picked * batch.table[batch.targets])}, {}
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_targets_are_ids_in_every_row(compact, reduction):
+    hidden, weight, table = torch.randn(6, H), torch.randn(V, H), torch.rand(V)
+    targets = torch.tensor([3, -100, 299, -100, 0, 1])
+    loss = PickedLoss(reduction=reduction, compact=compact)(hidden, weight, targets, table=table).loss
+    expected = F.cross_entropy(hidden @ weight.T, targets, weight=table, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+
+
 def test_a_logits_loss_is_compiled():
     """The real thing, once: the others run the same function uncompiled, for their speed's sake."""
     check_teacher_loss("mean", True)

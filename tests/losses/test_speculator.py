@@ -318,6 +318,34 @@ def test_all_masked_is_nothing_with_a_graph(reduction):
     assert out.metrics["accepted_length"] == 1 and out.metrics["step_0/acceptance"] == 0
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("packed", [None, "sequences", "no sequence"])
+def test_rows_and_tokens_may_be_missing(rows, tokens, packed, reduction):
+    """No pair is left: the loss is 0."""
+    if packed == "no sequence" and tokens:
+        pytest.skip("the tokens belong to a sequence")
+    shape = () if packed else (1,)
+    hidden = torch.randn(*shape, rows, H, requires_grad=True)
+    weight = torch.randn(7, H, requires_grad=True)
+    teacher = {"teacher_hidden": torch.randn(*shape, tokens, HV), "teacher_weight": torch.randn(7, HV)}
+    teacher["starts"] = torch.full((*shape, rows), -1)
+    if packed:
+        teacher["cu_seqlens"] = torch.tensor([0] if packed == "no sequence" else [0, 0, tokens])
+    out = SpeculatorLoss(reduction=reduction)([hidden, hidden], weight, **teacher)
+    assert out.loss.shape == ((2, *shape, rows) if reduction == "none" else ())
+    out.loss.sum().backward()
+    assert not out.loss.any() and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_a_verifier_of_one_id_that_is_the_ignored_one():
+    hidden, teacher = torch.randn(1, 6, H), torch.randn(1, 6, HV)
+    given = {"teacher_hidden": teacher, "teacher_weight": torch.randn(1, HV)}
+    out = SpeculatorLoss(ignore_index=0)([hidden], torch.randn(1, H), **given)
+    assert out.loss == 0 and out.metrics["step_0/acceptance"] == 1 and out.plan.rows == 4
+
+
 def test_expected_length_as_a_loss():
     """reduction="none" carries gradients into what the caller makes of the acceptance rates."""
     w = World(steps=3)

@@ -103,7 +103,7 @@ class LogitsReader(Reader):
         else:
             inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
             chunk_inputs = ChunkInputs(
-                call.bias, batch.targets, inputs, self.factors.tensors(logits), upstream
+                call.bias, batch.given_targets, inputs, self.factors.tensors(logits), upstream
             )
             evaluate = compiled.compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
@@ -127,10 +127,10 @@ class LogitsReader(Reader):
         if written is not None:
             factor = self.factors.loss["tokens"] if upstream is None else upstream
             if isinstance(factor, Tensor):
-                factors = factor.to(torch.float32).expand(batch.targets.shape)
+                factors = factor.to(torch.float32).expand(batch.given_targets.shape)
             else:
                 options = {"dtype": torch.float32, "device": logits.device}
-                factors = torch.full(batch.targets.shape, factor, **options)
+                factors = torch.full(batch.given_targets.shape, factor, **options)
             if batch.ignored is not None:
                 factors = factors.masked_fill(batch.ignored, 0.0)
             gradient = written.grad_buffer
