@@ -11,7 +11,7 @@ those of PEFT.
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -44,6 +44,7 @@ class Row:
     fused: bool = True  # the other layers
     base: torch.dtype = torch.bfloat16
     adapters: torch.dtype = torch.float32
+    in_4_bits: bool = False  # the base's weights, as NF4 of bitsandbytes
 
 
 ROWS = {
@@ -59,6 +60,8 @@ MORE_ROWS = {
     "grouped, bf16 adapters": Row("grouped", adapters=torch.bfloat16),
     "PEFT, fp32 base": Row("PEFT", base=torch.float32),
     "grouped, fp32 base": Row("grouped", base=torch.float32),
+    "PEFT, 4-bit base": Row("PEFT", in_4_bits=True),
+    "grouped, 4-bit base": Row("grouped", in_4_bits=True),
 }
 
 
@@ -136,7 +139,7 @@ def attempt(
     except Exception as error:
         found, gradients = {"verdict": "failed", "reason": one_line(error)}, {}
     release(device)
-    kind = row.base, row.adapters
+    kind = row.base, row.adapters, row.in_4_bits
     if row.layers == "PEFT" and found["verdict"] == "ok":
         reference[kind] = found, gradients
     elif row.layers is not None and found["verdict"] == "ok" and kind in reference:
@@ -209,6 +212,8 @@ def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=row.base, attn_implementation="sdpa"
         )
+    if row.in_4_bits:
+        quantize(model)
     if row.layers is not None:
         model = with_adapters(model, row, section, seed)
     if section["checkpointing"]:
@@ -221,6 +226,28 @@ def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device
                 withdraw(module, lora.KEY)
     patch_model(model)
     return model
+
+
+def quantize(model: nn.Module) -> None:
+    """Replace the linear layers of the decoder as `BitsAndBytesConfig(load_in_4bit=True)` does."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    options = {"quant_type": "nf4", "compress_statistics": True}
+    for parent in model.model.modules():
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear:
+                new = Linear4bit(
+                    layer.in_features,
+                    layer.out_features,
+                    layer.bias is not None,
+                    compute_dtype=torch.bfloat16,
+                    device="meta",
+                    **options,
+                )
+                weight = Params4bit(layer.weight.data.cpu(), requires_grad=False, module=new, **options)
+                new.weight, new.bias = weight.to(layer.weight.device), layer.bias
+                setattr(parent, name, new)
+    model.is_loaded_in_4bit = True
 
 
 def with_adapters(model: nn.Module, row: Row, section: dict, seed: int) -> nn.Module:
@@ -362,5 +389,16 @@ def failed(document: dict) -> list[str]:
     ]
 
 
-def available(quick: bool) -> dict[str, Model]:
-    return QUICK if quick else MODELS
+def available(quick: bool, sizes: list[str]) -> dict[str, Model]:
+    """Return the models; with sizes such as "16x1024", each model with so many sequences and tokens."""
+    models = QUICK if quick else MODELS
+    if not sizes:
+        return models
+    batches = [tuple(map(int, size.split("x"))) for size in sizes]
+    return {
+        name if len(batches) == 1 else f"{name} {sequences}x{tokens}": replace(
+            model, sequences=sequences, tokens=tokens
+        )
+        for name, model in models.items()
+        for sequences, tokens in batches
+    }

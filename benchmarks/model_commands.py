@@ -204,6 +204,9 @@ def lora_steps(
     dropouts: Annotated[
         list[float] | None, typer.Option("--dropout", help="Repeatable. Default: 0 and 0.05.")
     ] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", help="SEQUENCESxTOKENS of a batch; repeatable.")
+    ] = None,
     rank: Annotated[int, typer.Option(min=1, help="r of the adapters.")] = 16,
     timed: Annotated[float, typer.Option("--seconds", help="Of timed steps in a row.")] = 2.0,
     profiled: Annotated[bool, typer.Option("--profile", help="Also profile one step of each row.")] = False,
@@ -221,7 +224,7 @@ def lora_steps(
 ) -> None:
     """Training steps with LoRA: full fine-tuning, PEFT with our other fused layers, our LoRA layers each by
     itself and grouped by input; time, memory, and PEFT's losses and gradients."""
-    available = lora.available(quick)
+    available = lora.available(quick, sizes or [])
     rows = lora.ROWS | (lora.MORE_ROWS if only else {})
     left_out = picked(rows, skip) if skip else []
     chosen = {name: rows[name] for name in picked(rows, only) if name not in left_out}
