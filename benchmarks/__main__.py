@@ -15,6 +15,7 @@ from benchmarks import (
     model_commands,
     numbers,
     pages,
+    proof_commands,
     recipes,
     steps,
     summary,
@@ -59,6 +60,7 @@ from benchmarks.speculators import SPECULATORS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)
+app.add_typer(proof_commands.app)
 
 # The benchmarks with a table in docs/benchmarks.md, and what writes it.
 CE_TABLES = ("ce", "ce-few", "ce-ignored")

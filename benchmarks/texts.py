@@ -1,0 +1,45 @@
+"""Prompts and completions of held-out text, for trainers of TRL on a model that was trained on such text."""
+
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.curves import Trainer
+from benchmarks.proof_data import TOKENIZER
+from benchmarks.shadow import World
+
+# Tokens of a prompt, of its completion, and of a sampled completion
+PROMPT, COMPLETION, SAMPLED = 48, 80, 32
+BATCH = 8
+
+
+def world(folder: Path, model: nn.Module, trainer: Trainer, data: Path) -> World:
+    """Prompts with their continuation, and with that of another document as the wrong one.
+
+    GRPO's reward is the share of distinct words of a completion, as a model of this size has learned no task.
+    """
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(data / TOKENIZER), pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = trainer.held_out[:, : PROMPT + COMPLETION].tolist()
+    right = [tokenizer.decode(row[PROMPT:]) for row in rows]
+    half = len(rows) // 2
+    return World(
+        f"Llama of {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M after its run",
+        folder,
+        tokenizer,
+        [tokenizer.decode(row[:PROMPT]) for row in rows],
+        right,
+        right[half:] + right[:half],
+        distinct,
+        SAMPLED,
+        BATCH,
+    )
+
+
+def distinct(completions: list[str], **kwargs) -> list[float]:
+    words = [completion.split() for completion in completions]
+    return [len(set(each)) / max(len(each), 1) for each in words]
