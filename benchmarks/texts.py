@@ -17,7 +17,8 @@ BATCH = 8
 def world(folder: Path, model: nn.Module, trainer: Trainer, data: Path) -> World:
     """Prompts with their continuation, and with that of another document as the wrong one.
 
-    GRPO's reward is the share of distinct words of a completion, as a model of this size has learned no task.
+    GRPO's reward is the mean length of a completion's words: a model of this size has learned no task, and
+    few groups of completions have equal rewards.
     """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(data / TOKENIZER), pad_token="<pad>", eos_token="<eos>", padding_side="left"
@@ -34,12 +35,12 @@ def world(folder: Path, model: nn.Module, trainer: Trainer, data: Path) -> World
         [tokenizer.decode(row[:PROMPT]) for row in rows],
         right,
         right[half:] + right[:half],
-        distinct,
+        word_length,
         SAMPLED,
         BATCH,
     )
 
 
-def distinct(completions: list[str], **kwargs) -> list[float]:
+def word_length(completions: list[str], **kwargs) -> list[float]:
     words = [completion.split() for completion in completions]
-    return [len(set(each)) / max(len(each), 1) for each in words]
+    return [sum(map(len, each)) / max(len(each), 1) for each in words]
