@@ -4,7 +4,6 @@ refused."""
 import peft
 import pytest
 import torch
-from torch.nn.utils import parametrizations
 
 from logitless.models import head_of
 from logitless.trl_integration import patch_model
@@ -13,6 +12,7 @@ from ..models.every import gradients
 from .compare import assert_same, options, our_pair, side_by_side
 from .kinds import needs, preference_dataset
 from .tiny import INPUTS, VOCAB, tiny_model, words
+from .user_models import HEADS
 
 LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
 
@@ -20,20 +20,6 @@ LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": Fa
 def adapted(model, **changes):
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(**LORA | changes))
-
-
-class Projection(torch.nn.Linear):
-    """A subclass with the forward pass of nn.Linear."""
-
-
-def with_class(model):
-    model.lm_head.__class__ = Projection
-    return model
-
-
-def parametrized(model):
-    parametrizations.weight_norm(model.lm_head)
-    return model
 
 
 def compare(model, *, rtol=1e-4, atol=1e-6) -> None:
@@ -201,7 +187,7 @@ def test_orpo_with_trained_rows_of_tied_embeddings(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-@pytest.mark.parametrize("wrap", [with_class, parametrized])
+@pytest.mark.parametrize("wrap", HEADS.values(), ids=HEADS)
 def test_heads_with_the_forward_pass_of_linear(tmp_path, kind, wrap):
     dataset, settings, given = needs(kind, tmp_path)
     assert_same(*side_by_side(tmp_path, kind, dataset, wrap=wrap, trainer=given, **settings))

@@ -428,10 +428,15 @@ def test_a_function_of_trls_that_the_user_has_replaced(folder, monkeypatch):
 # --- losses, methods and models of the user's own
 
 
-@pytest.mark.parametrize("name", user_models.TRAINED)
-def test_a_forward_pass_of_the_models_under_trls_fused_head(name):
+def calls_the_head_by_name(self, input_ids=None, attention_mask=None, **kwargs):
+    hidden = self.model(input_ids, attention_mask).last_hidden_state
+    return CausalLMOutputWithPast(logits=self.lm_head(input=hidden))
+
+
+@pytest.mark.parametrize("forward", [*user_models.TRAINED.values(), calls_the_head_by_name])
+def test_a_forward_pass_of_the_models_under_trls_fused_head(forward):
     """TRL's head never calls it; with the flag it computes the hidden states and logits."""
-    model = user_models.subclass(user_models.TRAINED[name])
+    model = user_models.subclass(forward)
     inputs = INPUTS | {"use_cache": False, "fused_lm_head": True}
     with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
         mine, found = gradients(model, **inputs)

@@ -1,13 +1,19 @@
-"""Models of users: forward passes of their own, which train in stock TRL, on the weights of `tiny_model`."""
+"""Models of users, which train in stock TRL: forward passes and heads of their own, on the weights of
+`tiny_model`."""
 
-from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .tiny import tiny_model
 
-stock = LlamaForCausalLM.forward
+
+def stock(self, *args, **kwargs):
+    """The forward pass of the class in transformers."""
+    of_package = (cls for cls in type(self).__mro__ if cls.__module__.startswith("transformers."))
+    return next(of_package).forward(self, *args, **kwargs)
 
 
 def without_labels(self, input_ids=None, attention_mask=None, use_cache=None):
@@ -27,8 +33,7 @@ def with_required_labels(self, input_ids, attention_mask, labels):
 
 
 def without_loss(self, input_ids=None, attention_mask=None, **kwargs):
-    hidden = self.model(input_ids, attention_mask).last_hidden_state
-    return CausalLMOutputWithPast(logits=self.lm_head(input=hidden))
+    return CausalLMOutputWithPast(logits=stock(self, input_ids, attention_mask).logits)
 
 
 def returns_a_tuple(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
@@ -91,3 +96,23 @@ def subclass(forward, model: PreTrainedModel | None = None) -> PreTrainedModel:
     model = tiny_model() if model is None else model
     model.__class__ = type(forward.__name__, (type(model),), {"forward": forward})
     return model
+
+
+# --- heads
+
+
+class Projection(nn.Linear):
+    """A subclass with the forward pass of nn.Linear."""
+
+
+def with_subclass(model: PreTrainedModel) -> PreTrainedModel:
+    model.lm_head.__class__ = Projection
+    return model
+
+
+def with_weight_norm(model: PreTrainedModel) -> PreTrainedModel:
+    parametrizations.weight_norm(model.lm_head)
+    return model
+
+
+HEADS = {change.__name__: change for change in (with_subclass, with_weight_norm)}
