@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import peft
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -51,11 +52,19 @@ def furthest(found: Gradients, wanted: Gradients) -> tuple[float, str]:
     return max(distances)
 
 
-def compare(name: str) -> Row:
+def compare(name: str, *, lora: bool = False) -> Row:
+    """Compare a class with and without fused layers.
+
+    Args:
+        lora: whether all linear layers have LoRA adapters, and nothing else is trained.
+    """
     try:
         torch.manual_seed(0)
         model = every.tiny(name)
         disturb(model)
+        if lora:
+            config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+            peft.get_peft_model(model, config)  # exchanges the model's layers
         wanted, again = stepped(model), stepped(model)
     except Exception as error:  # whatever a config or a model has against sizes like these
         return Row(name, "not run", every.described(error))
@@ -75,7 +84,12 @@ def compare(name: str) -> Row:
     left = Counter(f"{report.classes[key]}: {why}" for key, why in report.skipped.items())
     what = {short(each) for parts in report.fused.values() for each in parts}
     row = Row(name, "equal", ", ".join(sorted(what)), "; ".join(left))
-    distance, where = furthest(stepped(model), wanted)
+    found = stepped(model)
+    if found.keys() != wanted.keys():
+        return row._replace(verdict="wrong", detail=f"gradients of {found.keys() ^ wanted.keys()}")
+    if report.stock_calls:
+        return row._replace(verdict="wrong", detail=f"PEFT's own code: {dict(report.stock_calls)}")
+    distance, where = furthest(found, wanted)
     if distance < max(1e-4, 10 * sensitivity):
         return row
     return row._replace(verdict="wrong", detail=f"{where} by {distance:.1e}, {sensitivity:.1e}; {row.detail}")
@@ -83,6 +97,8 @@ def compare(name: str) -> Row:
 
 def short(what: str) -> str:
     """A replacement without the names of the modules."""
+    if "of one input" in what:
+        return "grouped LoRA"
     if "rotation after" in what:
         return "qk-norm + rope"
     if "addition after" in what:
