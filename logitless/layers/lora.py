@@ -13,8 +13,10 @@ Results differ from PEFT's by rounding. Dropout masks are drawn in PEFT's order.
 import functools
 import itertools
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from logitless.layers.lora_dropout import product, scaled_product
 from logitless.layers.source import UnrecognizedSource, undecorated_forward_of
 
 logger = logging.getLogger(__name__)
+_thread = threading.local()
 
 KEY = "lora"
 # Names of PEFT's classes that are fused -> those of their base layers. Subclasses may compute something else.
@@ -143,9 +146,10 @@ def projection_forward(
     else:
         found = read(module, args[0])
     if type(found) is str:
-        if found not in state.stock_calls:
-            logger.info("LoRA layers run PEFT's own forward pass where %s", found)
-        state.stock_calls[found] += 1
+        if not getattr(_thread, "is_probe", False):
+            if found not in state.stock_calls:
+                logger.info("LoRA layers run PEFT's own forward pass where %s", found)
+            state.stock_calls[found] += 1
         return original(*args, **kwargs)
     return project(args[0], [found])[0]
 
@@ -170,6 +174,17 @@ def _read_group(x: Tensor, layers: tuple[nn.Module, ...]) -> list[Projection] | 
             return None
         found.append(projection)
     return found
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """Context of a forward pass that is no step of training: calls of PEFT's own code are not counted."""
+    before = getattr(_thread, "is_probe", False)
+    _thread.is_probe = True
+    try:
+        yield
+    finally:
+        _thread.is_probe = before
 
 
 def read(module: nn.Module, x: Tensor) -> Projection | str:

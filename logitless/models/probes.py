@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.operands import SplitHead
 from logitless.errors import value_error
+from logitless.layers import lora
 from logitless.parallel.groups import is_dtensor
 
 # Standard deviation of the logits in the probe of a head: large enough to show a missing adapter, bias or
@@ -25,13 +26,14 @@ def probe_mode(module: nn.Module) -> Iterator[None]:
     """Context without gradients, dropout and compiler; on exit, modes and random states are restored."""
     modes = {m: m.training for m in module.modules()}
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-        module.eval()
-        try:
-            yield
-        finally:
-            for m, training in modes.items():
-                m.training = training
+    with lora.probing(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.compiler.set_stance("force_eager"):
+            module.eval()
+            try:
+                yield
+            finally:
+                for m, training in modes.items():
+                    m.training = training
 
 
 def max_difference(dtype: torch.dtype, size: float) -> float:

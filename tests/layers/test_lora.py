@@ -489,6 +489,20 @@ def test_under_an_activation_budget_x_is_recomputed(autocast):
     assert costs[True]["cheap"] <= limit * costs[False]["cheap"] < costs[False]["keep"]
 
 
+def test_the_probe_of_a_patched_loss_is_not_counted(caplog):
+    """It runs without the autocast that steps have."""
+    model = adapted(tiny("Qwen2", BF16))
+    assert layer_of(model).lora_A.default.weight.dtype == FP32
+    report = fuse_layers(model).report
+    with caplog.at_level("INFO", logger="logitless.layers"):
+        patch_model(model)
+        with torch.autocast("cpu", BF16):
+            step(model)
+    assert not report.stock_calls and not caplog.records
+    step(model)
+    assert list(report.stock_calls) == ["input, weights and adapters have several dtypes, without autocast"]
+
+
 def test_beside_a_patched_loss():
     model = adapted(tiny("Qwen2"), target_modules=["q_proj", "lm_head"])
     wanted = step(model)
