@@ -22,8 +22,9 @@ FLOOR = "the truth, rounded"
 BINS = (-5, 1, 30)
 # A filter of Cut Cross-Entropy leaves probabilities below this out.
 FILTERED = 2.0**-12
-# A budget for which every batch has several chunks, in logits of a batch.
-SEVERAL_CHUNKS = 5
+# A logits_budget for which every batch has several chunks: this share of its logits, and on a tiny head the
+# least for which a chunk has many rows.
+SEVERAL_CHUNKS, LEAST_BUDGET = 5, 2**17
 SEQUENCE = 512
 
 
@@ -59,13 +60,13 @@ def our_cross_entropy(**options) -> Callable:
 
 
 class SeveralChunks:
-    """Cross-entropy with a logits_budget of a fifth of the batch's logits."""
+    """Cross-entropy in several chunks."""
 
     def __init__(self, **options):
         self.options, self.losses = options, {}
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor):
-        budget = max(len(hidden) * weight.shape[0] * weight.element_size() // SEVERAL_CHUNKS, 4096)
+        budget = max(len(hidden) * weight.shape[0] * weight.element_size() // SEVERAL_CHUNKS, LEAST_BUDGET)
         if budget not in self.losses:
             self.losses[budget] = our_cross_entropy(logits_budget=budget, **self.options)
         return self.losses[budget](hidden, weight, targets)

@@ -92,8 +92,9 @@ COMMANDS = {
     "usecase": ("--only", "stock", "--only", "both", "--batch", "1"),
     "recipes": ("--only", "LoRA+"),
     "lora": ("--checkpointing", "off", "--dropout", "0", "--skip", "each"),
+    "convergence": (),
 }
-NEED_TRL = ("trl", "lora", "step", "usecase", "recipes", "activations")
+NEED_TRL = ("trl", "lora", "step", "usecase", "recipes", "activations", "convergence")
 # Rows without a verdict: of products alone, and of one profiled call.
 WITHOUT_VERDICT = ("gemm", "profile", "activations")
 
@@ -103,6 +104,8 @@ def forked_uncompiled(function, args: tuple, nprocs: int) -> None:
 
 
 def rows_of_document(written: dict) -> list[dict]:
+    if "gradients" in written:
+        return [row for x in written["gradients"] for row in x["rows"]] + written["shadow"]
     sections = written.get("sections", ())
     return written.get("rows") or [row for x in sections for row in x["rows"] + x.get("peers", [])]
 
