@@ -38,6 +38,8 @@ class Chunk:
     factor: Tensor | None = None  # (C,) row factor that the kernel of the gradient returned; None: 1
     factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: row factors that the gradient lacks
     d_features: Tensor | None = None  # (C, H)
+    # (C, H) product 2 in fp32, before the row factors; None: `d_features` has the product.
+    d_product: Tensor | None = None
     trained: Tensor | None = None  # (C, H') features of the trained columns, the input of product 3
 
     @property
@@ -72,6 +74,7 @@ class Projection:
         self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
         self.layers = None if call.layers is None else LayerPasses(call.layers, gradients=call.trainable)
         self.d_hidden: Tensor | None = None  # (N, H), 0 in rows that are not projected
+        self._wide: Tensor | None = None  # (rows of the largest chunk, H) fp32, see `Chunk.d_product`
         if self.needs.hidden and gradients:
             make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros
             dtype = d_hidden_dtype(self.weight.dtype)
@@ -105,9 +108,18 @@ class Projection:
         project(chunk.features, self.weight, chunk.logits)
 
     def backproject(self, chunk: Chunk) -> None:
-        """Product 2: gradient -> d_features, up to the chunk's factors; skipped if it is not needed."""
-        if self.needs.hidden or self.needs.layers:
-            chunk.d_features = hidden_gradient(chunk.gradient, self.weight, self.d_features(chunk))
+        """Product 2: gradient -> d_features, up to the chunk's factors; skipped if it is not needed.
+
+        If a row factor follows, the product is kept in fp32 until then, so that it is rounded once.
+        """
+        if not (self.needs.hidden or self.needs.layers):
+            return
+        chunk.d_features = out = self.d_features(chunk)
+        if chunk.factor is not None and out.dtype == torch.bfloat16:
+            if self._wide is None or self._wide.shape[0] < chunk.count:
+                self._wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            out = chunk.d_product = self._wide[: chunk.count]
+        hidden_gradient(chunk.gradient, self.weight, out)
 
     def d_features(self, chunk: Chunk) -> Tensor:
         """The buffer of d_features: the chunk's rows of d_hidden if they are a slice, else a new tensor."""
@@ -132,7 +144,8 @@ class Projection:
             chunk.trained = x if writable or not chunk.factors else torch.empty_like(x)
             pairs.append((x, chunk.trained))
         if chunk.d_features is not None:
-            pairs.append((chunk.d_features, chunk.d_features))
+            product = chunk.d_features if chunk.d_product is None else chunk.d_product
+            pairs.append((product, chunk.d_features))
         if chunk.factors:
             scale_all(pairs, chunk.factors)
 

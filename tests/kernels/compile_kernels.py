@@ -177,6 +177,9 @@ def scale_combinations() -> Iterator[Combination]:
             pointers = {"x": x, "out": x, "y": rows, "y_out": rows}
             flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": True} | block
             yield combination("scale_kernel", pointers, flags | {"TWO": two})
+            if x == "bf16":  # product 2 is in fp32 until the row factors are applied
+                wide = pointers | {"y": "fp32"}
+                yield combination("scale_kernel", wide, flags | {"Y_IN_PLACE": False, "TWO": two})
 
 
 def sum_combinations() -> Iterator[Combination]:
