@@ -13,10 +13,44 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from logitless.engine.batch import Batch
 from logitless.errors import check_number, meant, type_error, value_error
 from logitless.losses.arguments import SYNONYMS, synonym
 
 _CHECKED: WeakSet[type] = WeakSet()
+
+
+# Class variables of `LinearLoss` that a loss may offer as fields.
+OPTIONAL_FIELDS = ("return_logps", "return_predictions")
+
+
+def check_names(cls: type) -> None:
+    """Raise TypeError if a field or an input of a user's loss hides an attribute that the library reads."""
+    if _is_of_library(cls):
+        return
+    for name, kind in inspect.get_annotations(cls).items():
+        if _is_class_variable(kind) or name in OPTIONAL_FIELDS:
+            continue
+        for base in cls.__mro__[1:]:
+            if not _is_of_library(base) or name not in vars(base):
+                continue
+            if name not in [field.name for field in fields(base)]:
+                expected = f"a name that {base.__name__} does not use, as a field of {cls.__name__}"
+                remedy = f"rename the field, or annotate it as ClassVar to set {name} of the class"
+                raise type_error(name, expected, repr(name), remedy)
+    hidden = [name for name in cls.roles if name in _names_of_batches()]
+    if hidden:
+        expected = f"names that Batch does not use, as inputs of {cls.__name__}"
+        raise type_error("inputs", expected, ", ".join(hidden), "rename the input")
+
+
+def _is_of_library(cls: type) -> bool:
+    return cls.__module__.startswith("logitless.")
+
+
+@functools.cache
+def _names_of_batches() -> frozenset[str]:
+    return frozenset(dir(Batch(torch.zeros(1, dtype=torch.int64, device="cpu"), 1, {})))
 
 
 def check_class(cls: type, base: type) -> None:

@@ -28,6 +28,7 @@ from logitless.losses.declarations import (
     check_class,
     check_constructor,
     check_fields,
+    check_names,
     check_statistics,
     identity_of,
     numeric_fields,
@@ -165,6 +166,7 @@ class LinearLoss(CheckedCall):
         super().__init_subclass__(**options)
         cls.roles = MappingProxyType(roles_of(cls))
         cls.numeric = numeric_fields(cls)
+        check_names(cls)
         complete = cls.terms is not LinearLoss.terms  # False for an abstract base class
         if complete and cls.scope == "token":
             if cls.sequence_inputs:

@@ -22,6 +22,7 @@ from logitless import (
     GRPOLoss,
     JSDLoss,
     KTOLoss,
+    LogitsLoss,
     MedusaHeads,
     MedusaLoss,
     MultiTokenLoss,
@@ -622,6 +623,36 @@ OPERANDS_ALONE = numbers(B, T, H), numbers(V, H), integers(B, T)
 )
 def test_a_class_that_is_no_loss(define, named):
     assert named in refused(lambda: define()(*OPERANDS_ALONE))
+
+
+@pytest.mark.parametrize("kind", [TokenLoss, CrossEntropyLoss, LogitsLoss])
+@pytest.mark.parametrize(
+    "name", ["head", "terms", "sequences", "unit", "metric_names", "objective", "masked"]
+)
+def test_a_field_that_hides_what_the_library_reads(kind, name):
+    body = {"__annotations__": {name: float}, name: 2.0}
+    message = (
+        f"^{name}: expected a name that .*Loss does not use, as a field of Own, got '{name}'; rename the"
+    )
+    with pytest.raises(TypeError, match=message):
+        type("Own", (kind,), body)
+
+
+@pytest.mark.parametrize("name", ["ignored", "V", "lengths", "supervised"])
+def test_an_input_that_hides_what_terms_read(name):
+    with pytest.raises(
+        TypeError, match=f"^inputs: expected names that Batch does not use, as inputs of Own, got {name}; re"
+    ):
+        type("Own", (TokenLoss,), {"token_inputs": (name,)})
+
+
+def test_fields_that_a_loss_may_offer():
+    @dataclass(frozen=True, kw_only=True)
+    class Own(CrossEntropyLoss):
+        return_logps: bool = True
+        label_smoothing: float = 0.1
+
+    assert Own()(*OPERANDS_ALONE).tokens["logps"].shape == (B, T)
 
 
 def test_class_variables_need_no_decorator():
