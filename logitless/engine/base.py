@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Signature, pack, unpack, with_needs
@@ -108,6 +109,10 @@ def run_calls(
         trainable = any(signature.needs)
         mode = mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED
         run = CallSpec(mode, None, signature, sequences, main, grad_scale)
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        _check_transforms([*tensors, *[head.targets for head in heads]], trainable=trainable)
     outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, tensors)[0]
     if mode is Mode.PER_TOKEN:
         names = loss.reader.statistic_names(loss)
@@ -118,6 +123,28 @@ def run_calls(
     if not trainable:
         named.pop("d_logps", None)
     return CallResult(value, metrics, named, run.plan)
+
+
+# What to do instead of a transform that the Function does not support.
+BY_FULL_LOGITS = (
+    "differentiate by loss.backward() or torch.autograd.grad, or transform a function of the full logits, "
+    "such as F.cross_entropy(hidden @ weight.T, targets)"
+)
+
+
+def _check_transforms(tensors: Sequence[Tensor | None], *, trainable: bool) -> None:
+    """Raise ValueError for tensors that torch.func or forward-mode AD differentiates or batches."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    kind = "" if transform is None else transform.key().name.lower()
+    some = [x for x in tensors if x is not None]
+    wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, some))
+    if (trainable and kind not in ("", "functionalize")) or (wrapped and kind in ("vmap", "jvp")):
+        expected = "a call outside of the transforms of torch.func"
+        raise value_error("torch.func", expected, f"one inside of {kind}", BY_FULL_LOGITS)
+    if forward_ad._current_level < 0:
+        return
+    if any(x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None for x in some):
+        raise value_error("forward_ad", "tensors without a tangent", "a dual tensor", BY_FULL_LOGITS)
 
 
 @dataclass
@@ -204,6 +231,15 @@ class FusedLinearBase(torch.autograd.Function):
                 "need one, differentiate a function of the full logits, such as "
                 "F.cross_entropy(hidden @ weight.T, targets)."
             )
+        functorch = torch._C._functorch
+        if not compiling and any(
+            [
+                x is not None and (functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x))
+                for x in upstream
+            ]
+        ):
+            remedy = "call torch.autograd.grad once for each gradient"
+            raise value_error("is_grads_batched", False, True, remedy)
         gradients = [None] * len(ctx.kinds)
         if any([grad is not None for grad in upstream]):
             gradients = BACKWARD[ctx.mode](ctx, upstream, compiling)

@@ -35,6 +35,7 @@ from logitless import (
     TokenLoss,
     linear_cross_entropy,
     linear_logprobs,
+    linear_topk,
 )
 from tests.support import DEVICE
 
@@ -543,6 +544,63 @@ def test_refused_by_functions(entry, what):
     refused(lambda: entry(**given | changes), message)
 
 
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x.expand(2, *x.shape)),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen head", "trained head"])
+def test_transforms(transform, reduction, trainable):
+    hidden, weight, targets = numbers(B, T, H), numbers(V, H).requires_grad_(trainable), integers(B, T)
+
+    def value(x: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, reduction=reduction).sum()
+
+    with pytest.raises(
+        ValueError, match=r"^torch\.func: expected a call outside .*, got one inside of (grad|vmap|jvp); "
+    ):
+        TRANSFORMS[transform](value, hidden)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_dual_tensors_and_batches_of_gradients(trainable):
+    hidden, weight, targets = numbers(B, T, H), numbers(V, H).requires_grad_(trainable), integers(B, T)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(hidden, hidden)
+        with pytest.raises(
+            ValueError, match="^forward_ad: expected tensors without a tangent, got a dual tensor"
+        ):
+            linear_cross_entropy(dual, weight, targets)
+        linear_cross_entropy(hidden, weight, targets)
+    hidden.requires_grad_()
+    for reduction, shape in (("mean", ()), ("none", (B, T))):
+        loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
+        with pytest.raises(
+            ValueError, match="^is_grads_batched: expected False, got True; call torch.autograd"
+        ):
+            torch.autograd.grad(loss, hidden, torch.ones(3, *shape, device=DEVICE), is_grads_batched=True)
+
+
+def test_constants_inside_of_transforms():
+    """What has no gradient, as the k best of a teacher, may be computed inside."""
+    hidden, weight, targets = numbers(B, T, H), numbers(V, H), integers(B, T)
+
+    def value(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = linear_logprobs(hidden, weight, targets).logps
+        return (x.sum(-1) * known * linear_topk(x, weight, 1).lse).sum()
+
+    found = torch.func.grad(value)(hidden)
+    known, best = linear_logprobs(hidden, weight, targets).logps, linear_topk(hidden, weight, 1).lse
+    torch.testing.assert_close(found, (known * best)[..., None].expand_as(hidden))
+
+
 @pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
 @pytest.mark.parametrize("trainable", ["hidden", "weight"])
 def test_create_graph(entry, trainable):
@@ -626,9 +684,7 @@ def test_a_class_that_is_no_loss(define, named):
 
 
 @pytest.mark.parametrize("kind", [TokenLoss, CrossEntropyLoss, LogitsLoss])
-@pytest.mark.parametrize(
-    "name", ["head", "terms", "sequences", "unit", "metric_names", "objective", "masked"]
-)
+@pytest.mark.parametrize("name", ["head", "terms", "sequences", "unit", "metric_names", "reader"])
 def test_a_field_that_hides_what_the_library_reads(kind, name):
     body = {"__annotations__": {name: float}, name: 2.0}
     message = (
