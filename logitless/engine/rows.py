@@ -150,7 +150,7 @@ def compact_rows(
     exchange = RankExchange(peers, shard) if peers.groups else None
     rows = _supervised_rows(supervised, counts, faults, grouping, layout, exchange, others)
     return rows._replace(
-        supervised=None if rows.count == N else supervised,
+        supervised=None if rows.count == N > 0 else supervised,
         supervised_count=None if rows.count else supervised.new_zeros((), dtype=torch.int64),
     )
 

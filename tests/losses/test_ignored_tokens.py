@@ -54,6 +54,16 @@ def test_ignored_tokens_have_no_gradient(name, reduction, compact):
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_call_without_tokens_has_gradients_of_0(name, compact):
+    x, modules = given(0), heads()
+    value = LOSSES[name](x, modules, compact=compact)[0]
+    found = gradients(value * math.nan, x, modules)
+    assert found["weight"].shape == x.weight.shape
+    assert not any(gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("supervised", [(), (1, 4)], ids=["no target", "two targets"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["", "softcap"])
