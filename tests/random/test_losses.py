@@ -1,6 +1,7 @@
 """Random calls of every loss against full logits in fp64."""
 
 import contextlib
+import math
 import warnings
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from tests.support import DEVICE, uncompiled
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOAT_MASKS = ("float32", "bfloat16", "float16", "float64")
 TRAINED = (("hidden", "weight", "bias"), ("hidden",), ("weight",), ("hidden", "bias"), ())
+UPSTREAM = (1.0, -2.5, 0.25, 0.0, math.inf, math.nan)
 STRIDES = ("contiguous", "offset", "step", "transposed", "mixed", "expanded")
 # How often rounding is simulated, and how much more it may be.
 ROUNDINGS, SLACK = 3, 32
@@ -49,10 +51,13 @@ def calls(draw, name: str) -> Call:
     layout = pick("padded", "packed", *(("flat",) if "flat" in takes else ()))
     summed = "main" in takes and "weight" in trained and reduction != "none" and dtype != torch.float64
     main = summed and pick(False, True)
+    ignored, inputs = pick(0.0, 0.4, 1.0), draw(family.inputs)
+    # Without targets, a main gradient takes any upstream gradient.
+    scaled = not main or (ignored == 1 and not {"unlabelled", "nll_targets"} & inputs.keys())
     return Call(
         loss=name,
         options=options,
-        inputs=draw(family.inputs),
+        inputs=inputs,
         lengths=tuple(draw(st.lists(st.sampled_from((3, 1, 2, 5, 7, 0)), min_size=count, max_size=count))),
         padding=pick(0, 1),
         V=pick(7, 1, 2, 13, 61),
@@ -60,14 +65,14 @@ def calls(draw, name: str) -> Call:
         dtype=dtype,
         default_dtype=pick(*[torch.float32] * 4, *DTYPES),
         peak=pick(1.0, 0.125, 4.0, 16.0),
-        ignored=pick(0.0, 0.4, 1.0),
+        ignored=ignored,
         bias=pick(False, True),
         mask=pick(None, "bool", "int64", "uint8", *FLOAT_MASKS) if "mask" in takes else None,
         layout=layout,
         shift="shift" in takes and layout != "flat" and pick(False, True),
         num_items=pick(None, 5.0, 0.5) if "num_items" in takes and reduction == "mean" else None,
         trained=trained,
-        upstream=1.0 if main else pick(1.0, -2.5, 0.25),
+        upstream=pick(*UPSTREAM) if scaled else 1.0,
         strides=pick(*STRIDES),
         poison=pick(False, True),
         module=not main and pick(False, True),
@@ -198,31 +203,38 @@ def check(case: Call) -> None:
         return  # its square is no fp32 number
     rounded = [solve(family, w, Rounding(eps, seed)) for seed in range(ROUNDINGS)]
     found = run(family, w)
+    scale = abs(case.upstream) if math.isfinite(case.upstream) else 1.0
     names = {name for name in found if not name.startswith("d_")} ^ {*truth} ^ {"d_products"}
     assert not names, f"{names}: on one side alone"
     allowed, largest = {}, max([1.0, *w.products.abs().reshape(-1).tolist()])
     for name, x in truth.items():
         spread = torch.stack([(other[name] - x).abs().nan_to_num() for other in rounded]).amax(0)
         # A sum rounds as its terms do; what is near 0 in a row, as its largest.
-        size = {"value": torch.tensor(1 + abs(case.upstream))}.get(name, torch.tensor(largest))
+        size = {"value": torch.tensor(1 + scale)}.get(name, torch.tensor(largest))
         if name == "d_products":
-            size = x.abs().amax(-1, keepdim=True) + abs(case.upstream) / SLACK
+            size = x.abs().amax(-1, keepdim=True) + scale / SLACK
         if "logits_over" in case.options and "logits/" in name:  # a product with a row of the head
             size = size * torch.finfo(case.dtype).eps / eps
         allowed[name] = SLACK * (spread + eps * (x.abs().nan_to_num() + size)) + 1e-13
         if name != "d_products":
             close(name, found[name], x, allowed[name])
-    compare_gradients(w, truth["d_products"], allowed["d_products"], found)
+    compare = compare_gradients if math.isfinite(case.upstream) else compare_where_not_finite
+    compare(w, truth["d_products"], allowed["d_products"], found)
 
 
 def solve(family: Family, w: World, mode=contextlib.nullcontext()) -> dict[str, Tensor]:  # noqa: B008
-    """On full logits: value, metrics, statistics per token, gradient of the products (depths, S, T, V)."""
+    """On full logits: value, metrics, statistics per token, gradient of the products (depths, S, T, V).
+
+    The upstream gradient is 1 in the place of inf and NaN.
+    """
     z = w.products.clone().requires_grad_()
     with mode:
         value, metrics, *tokens = family.truth(w, z if "depths" in w.case.inputs else z[0])
         gradient = torch.zeros_like(z)
         if value.requires_grad:
-            (gradient,) = torch.autograd.grad((value * upstream(w, value.shape)).sum(), z)
+            factor = upstream(w, value.shape)
+            factor = factor if factor.isfinite().all() else torch.ones_like(factor)
+            (gradient,) = torch.autograd.grad((value * factor).sum(), z)
         (tokens,) = tokens or [per_token(w, z[0])]
     w.shape, w.tokens = value.shape, tuple(tokens)
     found = {"value": w.lay(value) if value.dim() > 1 else value, "d_products": gradient * w.case.grad_scale}
@@ -294,8 +306,8 @@ def _run(family: Family, w: World) -> dict[str, Tensor]:
     return found
 
 
-def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tensor]) -> None:
-    """Of the operands: the products' gradient and its error, and rounding, carried through the products."""
+def of_operands(w: World, dz: Tensor, error: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradients and their errors: those of the products, and rounding, carried through the products."""
     case, h, W = w.case, torch.stack(w.hiddens), w.weight.abs()
     eps, tiny = torch.finfo(case.dtype).eps, torch.finfo(case.dtype).smallest_normal
     error = error + 4 * eps * dz.abs() + tiny
@@ -305,7 +317,7 @@ def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tens
     sums = 1 + dz[..., 0].numel() * (case.options.get("accum_dtype") == case.dtype)
     laid = lambda x: torch.stack([w.lay(part) for part in x])  # noqa: E731
     d_hidden, allowed = laid(dz @ w.weight), laid(error @ W)
-    expected = {
+    return {
         "d_hidden": (d_hidden, allowed) if "depths" in case.inputs else (d_hidden[0], allowed[0]),
         "d_weight": (
             torch.einsum("dstv,dsth->vh", dz, h),
@@ -313,6 +325,31 @@ def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tens
         ),
         "d_bias": (dz.sum((0, 1, 2)), sums * error.sum((0, 1, 2))),
     }
+
+
+def compare_where_not_finite(w: World, dz: Tensor, error: Tensor, found: dict[str, Tensor]) -> None:
+    """Of an upstream gradient of inf or NaN: rows of ignored tokens, and all gradients of a call without
+    targets, are exactly 0; what is not 0 for an upstream gradient of 1 is not finite."""
+    case, ignored = w.case, ~w.counted.expand(dz.shape[:-1])
+    if {"depths", "nll_targets", "ids"} & case.inputs.keys():  # other rows count than those with a target
+        ignored = (dz == 0).all(-1) if case.V > 1 else torch.zeros_like(ignored)
+    laid = torch.stack([w.lay(rows) for rows in ignored])
+    laid = laid if "depths" in case.inputs else laid[0]
+    for name, (truth, allowed) in of_operands(w, dz, error).items():
+        if name not in found:
+            continue
+        actual, without = found[name].cpu(), laid if name == "d_hidden" else laid.all()
+        without = without[..., None] if name == "d_hidden" else without.expand(actual.shape)
+        zero = actual[without.expand(actual.shape)]
+        assert not zero.any(), f"{name}: {zero.abs().max()} where no token counts"
+        finite = actual.isfinite() & (truth.abs() > 4 * allowed) & ~without
+        assert not finite.any(), f"{name}: {finite.sum()} finite numbers of an upstream {case.upstream}"
+
+
+def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tensor]) -> None:
+    case = w.case
+    eps, tiny = torch.finfo(case.dtype).eps, torch.finfo(case.dtype).smallest_normal
+    expected = of_operands(w, dz, error)
     for name in expected.keys() & found.keys():
         main = case.main and name == "d_weight"
         wanted = torch.float32 if main else case.dtype
