@@ -7,8 +7,8 @@ checkpointing still finds its layer class, and pickling writes the stock class.
 An exchange lasts until undone (`exchange`: a patched model, fused layers), or as long as a `with` statement
 (`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps a trainer's models
 are therefore exactly as TRL and Accelerate left them, and TRL, Accelerate, another trainer, a deep copy or a
-pickle never contain our forward pass. The exchange of a `with` statement is for the calls of its thread: a
-reference or teacher may be in trainers of several threads.
+pickle never contain our forward pass. The exchange of a `with` statement is for the calls inside of it, not
+for those of other threads: a reference or teacher may be in trainers of several threads.
 
 A `forward` that another library put on the instance is kept as data: `Entry.below`.
 """
@@ -19,6 +19,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -32,6 +33,18 @@ STATES = "_logitless_states"
 _lock = threading.RLock()
 
 
+@dataclass(eq=False)
+class Scope:
+    """The exchange of a `with` statement."""
+
+    forward: Callable
+    state: Any
+
+
+# The `with` statements that the current call is inside of
+_scopes: ContextVar[tuple[Scope, ...]] = ContextVar("_scopes", default=())
+
+
 @dataclass
 class Entry:
     """The exchanges of a module under one key."""
@@ -42,20 +55,20 @@ class Entry:
     forward: Callable | None = None  # (module, state, stock, *args, **kwargs)
     state: Any = None
     copied: bool = False  # whether a deep copy of the module has the exchange too
-    # Those of `with` statements, the innermost last: (thread, forward, state)
-    scopes: tuple[tuple[int, Callable, Any], ...] = ()
+    scopes: tuple[Scope, ...] = ()  # of all threads, the newest last
 
     @property
     def is_used(self) -> bool:
         return self.live or bool(self.scopes)
 
     def current(self) -> tuple[Callable, Any] | None:
-        """(forward, state) for a call of this thread; None if it gets the forward pass below."""
-        if self.scopes and torch.compiler.is_compiling():
-            return self.scopes[-1][1:]  # a graph cannot ask which thread calls it
-        for thread, forward, state in reversed(self.scopes):
-            if thread == threading.get_ident():
-                return forward, state
+        """(forward, state) for the current call; None if it gets the forward pass below."""
+        if self.scopes:
+            # A graph cannot read context variables.
+            inside = self.scopes if torch.compiler.is_compiling() else _scopes.get()
+            for scope in reversed(self.scopes):
+                if scope in inside:
+                    return scope.forward, scope.state
         return (self.forward, self.state) if self.live else None
 
     def __deepcopy__(self, memo: dict) -> "Entry":
@@ -116,18 +129,20 @@ def _entry_of(module: nn.Module, key: str) -> Entry:
 
 @contextmanager
 def exchanged(module: nn.Module, key: str, forward: Callable, state: Any) -> Iterator[None]:
-    """Context manager of `exchange`, for calls of this thread. It may be inside of another exchange under
+    """Context manager of `exchange`, for the calls inside of it. It may be inside of another exchange under
     `key`, which is back on exit.
 
     A deep copy that is made inside the context is a stock module.
     """
-    scope = (threading.get_ident(), forward, state)
+    scope = Scope(forward, state)
     with _lock:
         entry = _entry_of(module, key)
         entry.scopes = (*entry.scopes, scope)
+    token = _scopes.set((*_scopes.get(), scope))
     try:
         yield
     finally:
+        _scopes.reset(token)
         with _lock:
             entry.scopes = tuple(x for x in entry.scopes if x is not scope)
             _drop_unused(module)
@@ -160,8 +175,7 @@ def _drop_unused(module: nn.Module) -> None:
 
 
 def state_of(module: nn.Module, key: str) -> Any:
-    """The `state` of the module's exchange under `key`, for calls of this thread; None if the module has no
-    such exchange."""
+    """The `state` of the module's exchange under `key`, for the current call; None if there is none."""
     entry = module.__dict__.get(STATES, {}).get(key)
     current = None if entry is None else entry.current()
     return None if current is None else current[1]

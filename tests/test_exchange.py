@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -157,6 +158,35 @@ def test_for_as_long_as_a_with_statement():
     assert vars(module) == before and type(module) is Stock
     with pytest.raises(RuntimeError), exchanged(module, "times", times, {"factor": 3.0}):
         raise RuntimeError
+    assert vars(module) == before and type(module) is Stock
+
+
+def test_of_a_with_statement_in_another_thread():
+    """Each thread gets its own, in whatever order they end, and a thread without one what is below."""
+    module = Stock()
+    forward, before = on_instance(module, 2.0), dict(vars(module))
+    found, turns = {}, [threading.Event() for _ in range(3)]
+
+    def run():
+        turns[0].wait(10)
+        found["none"] = module(1.0).item(), state_of(module, "times")
+        with exchanged(module, "times", plus, {"summand": 1.0}):
+            found["inside"] = module(1.0).item()
+            turns[1].set()
+            turns[2].wait(10)
+            found["alone"] = module(1.0).item()
+            assert type(copy.deepcopy(module)) is Stock
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with exchanged(module, "times", times, {"factor": 3.0}):
+        turns[0].set()
+        turns[1].wait(10)
+        assert module(1.0).item() == 6
+    assert module(1.0).item() == 2 and instance_forward(module) is forward
+    turns[2].set()
+    thread.join()
+    assert found == {"none": (2, None), "inside": 3, "alone": 3}
     assert vars(module) == before and type(module) is Stock
 
 

@@ -290,10 +290,16 @@ class ChunkedLoss:
         cls = type(self.trainer)
         return inspect.getattr_static(cls, name).__get__(self.trainer, cls)
 
-    def call_replacement(self, path: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call_replacement(
+        self,
+        path: str,
+        original: Callable,
+        signature: inspect.Signature,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call the replacement under this path with the arguments of a call of `original`."""
         self.called_replacements.add(path)
-        signature = inspect.signature(original)
         # A user's override may take `**kwargs`, under any name.
         extra = next((x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD), None)
         call = signature.bind(*args, **kwargs)
@@ -314,7 +320,7 @@ class ChunkedLoss:
         with self.computing() if name in self.adapter.active_during else nullcontext():
             original = self.original(name)
             if name in self.adapter.replacements:
-                return self.call_replacement(name, original, args, kwargs)
+                return self.call_replacement(name, original, inspect.signature(original), args, kwargs)
             return original(*args, **kwargs)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -222,8 +222,8 @@ def _compute_fused_output(
 class SumOfTokens:
     """A field of TRL's fused output that holds only the sum of its per-token values.
 
-    Returned only while TRL's own `SFTTrainer.compute_loss` runs, which uses nothing but sums of the fields,
-    and the model has no forward hook of the user's. Any other operation raises.
+    Returned only to TRL's own `SFTTrainer.compute_loss`, which uses nothing but sums of the fields, and which
+    no forward hook of the user's reads (`per_token.compute_sft_loss`). Any other operation raises.
     """
 
     total: Tensor
@@ -397,7 +397,8 @@ def _gatherable_forward(
 ) -> Any:
     """Forward pass of a model that returns `GatherableLogits`."""
     chunked, forwards = state
-    if not chunked.returns_gatherable_logits:
+    # TRL's fused head computes the loss of another trainer of this model.
+    if not chunked.returns_gatherable_logits or kwargs.get("fused_lm_head"):
         return original(*args, **kwargs)
     kwargs |= accepted(forwards.keywords, use_cache=False, return_dict=True)
     has_labels = kwargs.get("labels") is not None

@@ -11,7 +11,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -66,12 +66,11 @@ def _release(path: str) -> None:
     with _lock:
         installed = _installed[path]
         installed.users -= 1
-        if not installed.users:
-            installed.remove()
+        installed.remove()
 
 
 class Installed:
-    """A function of TRL and its dispatcher."""
+    """A function of TRL and its dispatcher, which `users` chunked losses need."""
 
     def __init__(self, path: str, carrier: str | None, owner: Any, name: str):
         self.path = path
@@ -81,8 +80,8 @@ class Installed:
         self.is_inherited = name not in vars(owner)
         self.original = getattr(owner, name)
         self.users = 0
-        parameters = list(inspect.signature(self.original).parameters)
-        self.position = None if carrier is None else parameters.index(carrier)
+        self.signature = inspect.signature(self.original)
+        self.position = None if carrier is None else list(self.signature.parameters).index(carrier)
 
         @functools.wraps(self.original)
         def dispatcher(*args: Any, **kwargs: Any) -> Any:
@@ -91,12 +90,12 @@ class Installed:
         self.dispatcher = dispatcher
 
     def put(self) -> None:
-        # Any other function than TRL's is the user's.
+        # Another function than TRL's is the user's.
         if getattr(self.owner, self.name) is self.original:
             setattr(self.owner, self.name, self.dispatcher)
 
     def remove(self) -> None:
-        if getattr(self.owner, self.name) is not self.dispatcher:
+        if self.users or getattr(self.owner, self.name) is not self.dispatcher:
             return
         if self.is_inherited:
             delattr(self.owner, self.name)
@@ -106,13 +105,19 @@ class Installed:
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the replacement of the chunked loss that the call belongs to; without one, TRL's function."""
         if not self.users:
-            self.remove()  # the user has put it back
+            with _lock:
+                self.remove()  # the user has put it back
         chunked = self._find_chunked_loss(args, kwargs)
-        # Inside of a trainer's method its own loss is computed, also of a trainer without the chunked loss.
-        with computing_with(chunked) if self.carrier == "self" else nullcontext():
+        with self._enter(chunked):
             if chunked is None:
                 return self.original(*args, **kwargs)
-            return chunked.call_replacement(self.path, self.original, args, kwargs)
+            return chunked.call_replacement(self.path, self.original, self.signature, args, kwargs)
+
+    def _enter(self, chunked: Any) -> AbstractContextManager:
+        """The context of a trainer's method: the trainer computes its loss, also one without chunked loss."""
+        if self.carrier != "self" or _computing.get() is chunked:
+            return nullcontext()
+        return computing_with(None) if chunked is None else chunked.computing()
 
     def _find_chunked_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.carrier is None:

@@ -2,8 +2,11 @@
 
 import functools
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from tests.random.calls import Case
 from tests.random.known import unknown
 from tests.random.search import REPEATED, search
 from tests.trl_integration.compare import adapted, options, stock
-from tests.trl_integration.kinds import needs
-from tests.trl_integration.tiny import Run, assert_same_gradients, tiny_model, train, words
+from tests.trl_integration.kinds import entered_twice, needs, train_together
+from tests.trl_integration.tiny import Run, assert_same_gradients, prepare, tiny_model, words
 from tests.trl_integration.user_models import HEADS, REFUSED, TRAINED, subclass
 
 RTOL = 1e-3
@@ -140,6 +143,8 @@ class Step(Case):
         forward: name of a forward pass of the user's (`user_models`); "" for the model's own.
         head: name of what the user has made of the LM head.
         own_fields: whether the config is a subclass of the user's, with fields named like TRL's in others.
+        is_nested: whether the method of the loss calls itself.
+        neighbour: options of a trainer of this kind that trains in another thread; None for no such trainer.
     """
 
     kind: str
@@ -150,14 +155,25 @@ class Step(Case):
     forward: str = ""
     head: str = ""
     own_fields: bool = False
+    is_nested: bool = False
+    neighbour: dict | None = None
     seed: int = 0
+
+
+# Others draw completions from torch's generator, which threads share.
+THREADED = ("SFT", "DPO", "KTO", "ORPO", "CPO", "TPO", "GKD", "GOLD", "IWOPD")
+
+
+@st.composite
+def options_of(draw, kind: str) -> dict:
+    # Few at a time: most combinations of many are refused by TRL.
+    names = draw(st.lists(st.sampled_from(list(OPTIONS[kind])), max_size=4, unique=True))
+    return {name: draw(st.sampled_from(OPTIONS[kind][name])) for name in names}
 
 
 @st.composite
 def steps(draw, kind: str) -> Step:
-    # Few at a time: most combinations of many are refused by TRL.
-    names = draw(st.lists(st.sampled_from(list(OPTIONS[kind])), max_size=4, unique=True))
-    chosen = {name: draw(st.sampled_from(OPTIONS[kind][name])) for name in names}
+    chosen = draw(options_of(kind))
     family = draw(st.sampled_from(FAMILIES))
     # Seldom: most trainers read logits in a way that some of these forward passes do not know.
     forward = draw(st.sampled_from(("", "", *FORWARDS)))
@@ -170,6 +186,8 @@ def steps(draw, kind: str) -> Step:
         forward=forward,
         head=draw(st.sampled_from(("", *HEADS))),
         own_fields=draw(st.booleans()),
+        is_nested=draw(st.booleans()),
+        neighbour=draw(st.none() | options_of(kind)) if kind in THREADED else None,
         seed=draw(st.integers(0, 100)),
     )
 
@@ -189,6 +207,23 @@ def folder(family: str) -> Path:
 
 
 def step(case: Step, flag: bool) -> Run:
+    """One step, beside its neighbour if it has the flag."""
+    beside = []
+    if flag and case.neighbour is not None:
+        other = replace(case, options=case.neighbour, is_nested=not case.is_nested)
+        with suppress(Exception):  # what TRL refuses
+            trainer, train = prepared(other, flag)
+            beside.append((trainer, lambda: unraised(train)))
+    return train_together(prepared(case, flag), *beside)[0]
+
+
+def unraised(function: Callable) -> Any:
+    with suppress(Exception):
+        return function()
+
+
+def prepared(case: Step, flag: bool) -> tuple[Any, Callable[[], Run]]:
+    """The trainer, and the function that trains it."""
     path = folder(case.family)
     dataset, settings, given = needs(case.kind, path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "model")
@@ -205,11 +240,9 @@ def step(case: Step, flag: bool) -> Run:
     config = getattr(ours, f"{case.kind}Config") if in_pair else stock(f"{case.kind}Config")
     config = with_own_fields(config) if case.own_fields else config
     trainer = getattr(ours, f"{case.kind}Trainer") if in_pair else stock(f"{case.kind}Trainer")
-    settings = (
-        settings
-        | {"max_steps": case.options.get("num_iterations", 1), "seed": case.seed, "learning_rate": 1e-3}
-        | case.options
-    )
+    trainer = entered_twice(trainer) if case.is_nested else trainer
+    settings |= {"max_steps": case.options.get("num_iterations", 1), "seed": case.seed, "learning_rate": 1e-3}
+    settings |= {"train_sampling_strategy": "sequential"} | case.options
     settings |= {"use_chunked_loss": True, "logits_budget": 2**14} if in_pair else {}
 
     def build(*args, **kwargs):
@@ -219,9 +252,8 @@ def step(case: Step, flag: bool) -> Run:
         return made
 
     torch.manual_seed(case.seed)
-    return train(
-        build, config(**options(path / "out", **settings)), model, dataset, tokenizer=words(), **given
-    )
+    args = config(**options(path / "out", **settings))
+    return prepare(build, args, model, dataset, tokenizer=words(), **given)
 
 
 def check(case: Step) -> None:

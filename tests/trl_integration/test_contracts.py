@@ -124,7 +124,8 @@ def in_place_of(stock, function):
     """`stock` as a trainer calls it with the flag on."""
     adapter = Adapter("trl:None", replacements={"name": Replacement(function)})
     chunked = ChunkedLoss(SimpleNamespace(args=None, last_plan=None), adapter, None)
-    return lambda *args, **kwargs: chunked.call_replacement("name", stock, args, kwargs)
+    signature = inspect.signature(stock)
+    return lambda *args, **kwargs: chunked.call_replacement("name", stock, signature, args, kwargs)
 
 
 def test_chunked_divergence_loss():
