@@ -89,14 +89,13 @@ def remove_from(trainer: transformers.Trainer) -> None:
         ValueError: neither the chunked loss nor fused layers nor an activation budget are on in the trainer.
     """
     attributes = ("chunked_loss", "fused_layers", "fitted_activations")
-    options = [getattr(trainer, attribute, None) for attribute in attributes]
-    if not any(options):
+    options = [value for name, value in vars(trainer).items() if name in attributes]
+    if not options:
         expected = "one with the chunked loss, fused layers or an activation budget"
         got = f"a {type(trainer).__name__} without"
         raise value_error("trainer", expected, got, "leave remove_from out")
-    for option in options:
-        if option is not None:
-            option.undo()
+    for option in reversed(options):  # the last one's methods call those before
+        option.undo()
 
 
 def adapter_of(trainer_class: type) -> Adapter:

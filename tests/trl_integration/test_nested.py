@@ -270,6 +270,17 @@ def test_switched_off_in_any_order(tmp_path, stock_sft, order):
     assert trl.SFTTrainer.compute_loss is stock_sft
 
 
+@pytest.mark.parametrize("chunked_first", [True, False])
+def test_options_that_wrap_each_other_are_all_removed(tmp_path, chunked_first):
+    trainer = sft_trainer(tmp_path)
+    before = dict(vars(trainer))
+    for use_chunked_loss in (chunked_first, not chunked_first):
+        budget = None if use_chunked_loss else "1GiB"
+        apply_to(trainer, use_chunked_loss=use_chunked_loss, activation_budget=budget)
+    remove_from(trainer)
+    assert vars(trainer).keys() == before.keys()
+
+
 def test_a_trainer_that_is_garbage_needs_nothing(tmp_path, stock_sft):
     trainer = sft_trainer(tmp_path)
     apply_to(trainer)
