@@ -185,8 +185,7 @@ class Trainer:
         draw: int = 0,
         stages: tuple[int, ...] = (),
     ) -> tuple[dict, torch.nn.Module, dict[int, Head]]:
-        """Trains; returns losses, gradient norms and the held-out loss, the model, and the heads at these
-        steps."""
+        """Trains; returns losses and the held-out loss, the model, and the heads at these steps."""
         began = time.perf_counter()
         model, on_gpu = self.model(seed, moved, draw), self.device.type == "cuda"
         rate = self.size.learning_rate
@@ -194,7 +193,7 @@ class Trainer:
             model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu
         )
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(1000 + seed))
-        losses, norms, heads = [], [], {}
+        losses, heads = [], {}
         for step in range(steps):
             if step in stages:
                 heads[step] = self.head(model, step)
@@ -210,7 +209,7 @@ class Trainer:
             loss = loss_fn(self.hidden(model, ids[:, :-1]), weight, ids[:, 1:].flatten())
             loss = getattr(loss, "loss", loss)
             loss.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
@@ -220,7 +219,6 @@ class Trainer:
             "seed": seed,
             "moved": moved,
             "loss": short(torch.stack(losses)),
-            "grad_norm": short(torch.stack(norms)),
             "held_out": self.evaluate(model),
             "seconds": round(time.perf_counter() - began, 2),
         }

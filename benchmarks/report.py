@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from benchmarks.peers import package_version
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
+# A list of numbers over several lines
+NUMBERS = re.compile(r"\[\n[-+.,\s\deE]*\]")
 
 
 def new_document(benchmark: str, device: torch.device, *, quick: bool, versions: dict | None = None) -> dict:
@@ -64,12 +67,14 @@ def commit() -> str | None:
 
 
 def write_json(path: Path | None, document: dict) -> None:
-    """Replaces the file in one step, so that an interrupted run leaves the last whole state."""
+    """Replaces the file in one step, so that an interrupted run leaves the last whole state. A list of numbers
+    is one line."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(document, indent=1) + "\n")
+    text = NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(document, indent=1))
+    draft.write_text(text + "\n")
     draft.replace(path)
 
 
