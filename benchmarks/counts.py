@@ -75,7 +75,15 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
     yield "CE", call(logitless.CrossEntropyLoss(), every)
     yield "DPO, reference head", call(logitless.DPOLoss(), answers, **reference)
-    yield "GRPO, KL", call(logitless.GRPOLoss(beta=0.04), answers, advantages=normal(B).float(), **logps)
+    yield (
+        "GRPO, KL",
+        call(
+            logitless.GRPOLoss(beta=0.04, use_bias_correction_kl=False),
+            answers,
+            advantages=normal(B).float(),
+            **logps,
+        ),
+    )
     yield "ORPO", call(logitless.ORPOLoss(), answers)
     yield "JSD", call(logitless.JSDLoss(), every, **teacher)
     if find_spec("trl"):

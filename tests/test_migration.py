@@ -226,7 +226,9 @@ def liger_grpo(x: Inputs):
 def our_grpo(x: Inputs):
     def loss(kind: str) -> Tensor:
         given = {"advantages": x.advantages, "old_logps": x.old_logps, "ref_logps": x.ref_logps}
-        return GRPOLoss(loss_type=kind, **POLICY)(x.hidden, x.weight, x.ids, mask=x.mask, **given).loss
+        return GRPOLoss(loss_type=kind, use_bias_correction_kl=False, **POLICY)(
+            x.hidden, x.weight, x.ids, mask=x.mask, **given
+        ).loss
 
     return torch.stack([loss(kind) for kind in POLICIES]).sum()
 

@@ -13,7 +13,17 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import logitless
-from logitless.losses import cross_entropy, distillation, dpo, dpo_types, grpo_types, kto, reference_free
+from logitless.losses import (
+    cross_entropy,
+    distillation,
+    dpo,
+    dpo_types,
+    grpo_types,
+    kl_estimators,
+    kto,
+    reference_free,
+    sampler_correction,
+)
 from logitless.losses.base import LinearLoss
 from logitless.losses.linear import REDUCTIONS
 from tests.test_docs import FENCE, TEXTS
@@ -159,8 +169,14 @@ DISPATCHED = {
     "f_divergence_type": (dpo.DPOLoss, "f_divergence_type", dpo_types.DIVERGENCES),
     "loss_type of KTO": (kto.KTOLoss, "loss_type", kto.KTO_MARGINS),
     "loss_type of CPO": (reference_free.CPOLoss, "loss_type", reference_free.CPO_LOSSES),
-    "loss_type of GRPO": (logitless.GRPOLoss, "loss_type", grpo_types.SURROGATES),
+    "loss_type of GRPO": (logitless.GRPOLoss, "loss_type", grpo_types.TYPES),
     "importance_sampling_level": (logitless.GRPOLoss, "importance_sampling_level", grpo_types.LEVELS),
+    "trust_region": (logitless.GRPOLoss, "trust_region", filter(None, grpo_types.TRUST_REGIONS)),
+    "loss_agg_mode": (logitless.GRPOLoss, "loss_agg_mode", grpo_types.AGG_MODES),
+    "kl_estimator": (logitless.GRPOLoss, "kl_estimator", kl_estimators.NAMES),
+    "level": (logitless.SamplerCorrection, "level", sampler_correction.LEVELS),
+    "action": (logitless.SamplerCorrection, "action", sampler_correction.ACTIONS),
+    "measure": (logitless.SamplerCorrection, "measure", sampler_correction.MEASURES),
     "divergence": (distillation.DistillationLoss, "divergence", distillation.NAMES),
     "topk_mode": (distillation.DistillationLoss, "topk_mode", distillation.TOPK_MODES),
     "support": (distillation.DistillationLoss, "support", distillation.SUPPORTS),

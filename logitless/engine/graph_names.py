@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,7 +101,32 @@ def register_loss(loss: LossSpec) -> str:
 @constant_in_graphs
 def _register_values(loss: type, values: tuple) -> str:
     """Register a loss that a graph constructs from these field values, and return its name in graphs."""
+    values = _from_constants(values)
     return _register(loss, values, f"{loss.__module__}.{loss.__qualname__}{values} made in a graph")
+
+
+class _Record(NamedTuple):
+    """A frozen dataclass, such as a `SamplerCorrection`, which is no constant for Dynamo."""
+
+    kind: type
+    values: tuple
+
+
+def _to_constants(value: object) -> object:
+    if type(value) is tuple:
+        return tuple([_to_constants(x) for x in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        return _Record(type(value), tuple([getattr(value, field.name) for field in fields(value)]))
+    return value
+
+
+def _from_constants(value: object) -> object:
+    if type(value) is tuple:
+        return tuple([_from_constants(x) for x in value])
+    if isinstance(value, _Record):
+        names = [field.name for field in fields(value.kind)]
+        return value.kind(**dict(zip(names, value.values, strict=True)))
+    return value
 
 
 def _register(loss: type, values: Sequence, name: str) -> str:
@@ -147,7 +172,8 @@ def graph_key(signature: Signature) -> str:
     if loss.identity:
         name = loss.name_in_graphs()
     else:
-        name = _register_values(type(loss), tuple([getattr(loss, field.name) for field in fields(loss)]))
+        values = _to_constants(tuple([getattr(loss, field.name) for field in fields(loss)]))
+        name = _register_values(type(loss), values)
     plain = tuple([(part.coefficient, tuple(part.indices), part.head, part.names) for part in parts])
     layers = ""
     if module is not None:

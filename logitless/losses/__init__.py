@@ -22,6 +22,7 @@ from logitless.losses.medusa import MedusaHeads, MedusaLoss
 from logitless.losses.multi_token import MultiTokenLoss
 from logitless.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from logitless.losses.rloo import REINFORCELoss, RLOOLoss
+from logitless.losses.sampler_correction import SamplerCorrection
 from logitless.losses.several_ids import TopkLogprobs, linear_topk
 from logitless.losses.speculator import SpeculatorLoss
 from logitless.parallel.normalizers import global_num_items
@@ -46,6 +47,7 @@ __all__ = [
     "Plan",
     "REINFORCELoss",
     "RLOOLoss",
+    "SamplerCorrection",
     "SamplingMask",
     "SimPOLoss",
     "SpeculatorLoss",

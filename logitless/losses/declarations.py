@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 from weakref import WeakSet
@@ -297,7 +297,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def identity_of(loss) -> str:
-    """A string of the class and its field values. Two losses are equal if and only if their strings are."""
+    """A string of the class and its field values. Two losses are equal if and only if their strings are.
+
+    A field may be a frozen dataclass, such as a `SamplerCorrection`.
+    """
     cls = type(loss)
     values = ", ".join([_text(getattr(loss, field.name)) for field in fields(loss)])
     return f"{cls.__module__}.{cls.__qualname__}@{id(cls):x}({values})"
@@ -308,4 +311,6 @@ def _text(value: object) -> str:
         return repr(value)
     if type(value) is tuple:
         return f"({', '.join(map(_text, value))},)"
+    if is_dataclass(value) and type(value).__dataclass_params__.frozen:
+        return identity_of(value)
     return f"{type(value).__qualname__}@{id(value):x}"

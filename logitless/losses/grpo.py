@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -13,60 +13,100 @@ from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
 from logitless.losses.base import LossOutput
+from logitless.losses.framework_names import REMEDIES
 from logitless.losses.grpo_types import (
-    FLAGS,
+    AGG_MODES,
+    LARGEST_LOG_WEIGHT,
     LEVELS,
-    OTHER_NAMES,
-    PER_SEQUENCE,
-    SURROGATES,
+    OF_PROBABILITIES,
+    SMALLEST_LOG_WEIGHT,
+    TRUST_REGIONS,
+    TYPES,
+    AggMode,
     GRPOType,
-    by_sign,
-    clipped,
+    Level,
+    PolicyRatios,
+    TrustRegion,
+    bounded,
 )
 from logitless.losses.inputs import HeadWeight, RolloutInputs
+from logitless.losses.kl_estimators import NAMES as KL_ESTIMATORS
+from logitless.losses.kl_estimators import KLEstimator, estimated_kl
 from logitless.losses.numerics import LARGEST, bounded_exp
-from logitless.losses.policy import ClippedLoss
+from logitless.losses.policy import ClippedLoss, check_old_kl, old_kl, require_old_logps
 from logitless.losses.reference_model import ComparedLoss
 
-# Bounds that VESPO applies to the log of a sequence's weight.
-SMALLEST_LOG_WEIGHT = math.log(1e-8)
-LARGEST_LOG_WEIGHT = 20.0
+# Loss types whose surrogate depends on all tokens of a sequence.
+OF_SEQUENCES = ("vespo", "gmpo")
+# Options that gmpo does not have.
+GMPO_DEFAULTS = {
+    "importance_sampling_level": "token",
+    "loss_agg_mode": None,
+    "ref_advantage": 0.0,
+    "top_entropy_quantile": 1.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss(ComparedLoss, ClippedLoss):
     """Group relative policy optimization (GRPO) and its variants.
 
-    With the ratio r = exp(logp - old_logp), the advantage A and the stop-gradient sg, the loss of a token is
+    With the log-ratio l = logp - old_logp, the ratio r = exp(l), the advantage A and the stop-gradient sg,
+    the loss of a token is
 
-        cispo        -sg(min(r, epsilon_high)) A logp
+        cispo        -sg(clip(r, cispo_min, epsilon_high)) A logp
         sapo         -4/tau sigmoid(tau (r - 1)) A
         vespo        -sg(w^k exp(lambda (1 - w))) A logp,  w the product of the ratios of a sequence
+        gmpo         -A exp(mean of c over the sequence),  c = min(l, epsilon_high) if A > 0,
+                     else max(l, -epsilon)
         other types  -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
 
-    plus beta * kl, where kl = exp(d) - d - 1 with d = ref_logp - logp (the k3 estimator), minus
-    entropy_coef * entropy. bnpo, dapo, cispo and vespo average over the tokens of the call. The other types
-    average over sequences: grpo and sapo the mean of each sequence's tokens, luspo their sum, and dr_grpo
-    their sum divided by `max_completion_length`.
+    plus beta * kl and old_kl_coef * l^2 / 2, minus entropy_coef * entropy. With d = ref_logp - logp, kl is
+    exp(d) - d - 1 (the k3 estimator), times r. bnpo, dapo, cispo and vespo average over the tokens of the
+    call. The other types average over sequences: grpo, sapo and gmpo the mean of each sequence's tokens,
+    luspo their sum, and dr_grpo their sum divided by `max_completion_length`.
 
     Args:
-        loss_type: "grpo", "bnpo", "dr_grpo", "dapo" (TRL's default), "cispo", "sapo", "luspo" or "vespo".
-            "bnpo" with advantages per token is PPO-clip.
-        beta: weight of the KL to the reference model. If it is not 0, pass `ref_logps` or `ref_hidden`.
+        loss_type: "grpo", "bnpo", "dr_grpo", "dapo" (TRL's default), "cispo", "sapo", "luspo", "vespo" or
+            "gmpo". "bnpo" with advantages per token is PPO-clip. "gmpo" takes advantages per sequence.
+        loss_agg_mode: the mean, by verl's names: "token-mean"; "seq-mean-token-mean", "seq-mean-token-sum" or
+            "seq-mean-token-sum-norm" (divided by `max_completion_length`). None: that of `loss_type`.
         epsilon_high: clip range above 1; None: `epsilon`. For "cispo" it is required, and is the upper bound
-            of the ratio itself (such as 5.0).
-        delta: upper bound of the unclipped ratio (INTELLECT-2), for tokens with negative advantage. None: no
-            bound.
+            of the ratio itself (such as 5.0). For "gmpo", both ranges bound the log-ratio; the paper
+            recommends 0.4.
+        cispo_min: lower bound of the ratio of "cispo".
+        delta: upper bound of the unclipped ratio (INTELLECT-2, dual clip), for tokens with negative
+            advantage; for a `trust_region` other than "clip", upper bound of the weight of every token. None:
+            no bound.
+        trust_region: which tokens are dropped, for loss types with clipped ratios. "clip": the loss above.
+            Otherwise the loss of a token that is kept is -min(r, delta) A, with the gradient -sg(min(r,
+            delta)) A d logp. With p and q the probabilities of the token under the policy and the old policy,
+            "binary_tv" (DPPO) drops tokens with A > 0 and p - q > epsilon_high, or A <= 0 and p - q <
+            -epsilon. "binary_kl" (DPPO) drops tokens with A > 0, p > q and K > epsilon_high, or A <= 0, p <
+            q and K > epsilon, where K = q log(q / p) + (1 - q) log((1 - q) / (1 - p)). "absolute_tv" drops
+            tokens with p - q > epsilon_high or p - q < -epsilon. None drops no token.
         importance_sampling_level: "token": one ratio per token. "sequence" (GSPO): one ratio per sequence,
-            exp of the mean log-ratio of its tokens.
+            exp of the mean log-ratio of its tokens. "sequence_token" (GSPO-token): the same value, with the
+            gradient of the token's own log-probability.
+        beta: weight of the KL to the reference model. If it is not 0, pass `ref_logps` or `ref_hidden`.
+        kl_estimator: "k3"; "k1": -d; "k2": d^2 / 2; "abs": |d|. With "+" ("k3+"), this value with the
+            gradient of k2.
+        kl_max: clamps the estimate of each token to [-kl_max, kl_max], outside of which its gradient is 0;
+            with "+", only the value is clamped. None: no bound.
+        use_bias_correction_kl: multiply the KL by the ratio. True is TRL's default; verl, NeMo-RL and
+            ms-swift differ.
+        old_kl_coef: weight of l^2 / 2, which is added for every token, dropped ones too. Needs `old_logps`.
+        ref_advantage: adds ref_advantage * (ref_logp - sg(logp)) to A (on-policy distillation). Needs
+            `ref_logps` or `ref_hidden`.
+        sampler_correction: a `SamplerCorrection`, or a tuple of them: the factor of the surrogate for the
+            difference between the old policy and the sampler. Needs `sampling_logps`.
         entropy_coef: weight of the entropy bonus. The bonus is the mean entropy of the call's tokens, and is
             differentiated.
-        use_bias_correction_kl: multiply the KL by the ratio.
         top_entropy_quantile: fraction of the tokens that the surrogate and the entropy bonus use: those with
             the highest entropy.
         off_policy_mask_threshold: drop a sequence with negative advantage if the mean of sampling_logp - logp
             over its tokens exceeds this threshold. None: drop no sequence.
-        max_completion_length: the divisor of "dr_grpo".
+        max_completion_length: the divisor of "dr_grpo" and "seq-mean-token-sum-norm".
         sapo_temperature_neg: tau of "sapo" for tokens whose advantage is 0 or negative.
         sapo_temperature_pos: tau of "sapo" for tokens whose advantage is positive.
         vespo_k_pos: k of "vespo" for tokens whose advantage is 0 or positive.
@@ -106,8 +146,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     https://arxiv.org/abs/2503.20783; Yu et al. (dapo), 2025, https://arxiv.org/abs/2503.14476; MiniMax
     (cispo), 2025, https://arxiv.org/abs/2506.13585; Zheng et al. (GSPO), 2025,
     https://arxiv.org/abs/2507.18071; sapo https://arxiv.org/abs/2511.20347; luspo
-    https://arxiv.org/abs/2602.05261; vespo https://arxiv.org/abs/2602.10693; Wang et al.
-    (top_entropy_quantile), 2025, https://arxiv.org/abs/2506.01939.
+    https://arxiv.org/abs/2602.05261; vespo https://arxiv.org/abs/2602.10693; gmpo
+    https://arxiv.org/abs/2507.20673; DPPO (binary_tv, binary_kl) https://arxiv.org/abs/2602.04879; Wang et
+    al. (top_entropy_quantile), 2025, https://arxiv.org/abs/2506.01939.
 
     Examples:
         >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
@@ -119,11 +160,18 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     """
 
     loss_type: GRPOType = "dapo"
+    loss_agg_mode: AggMode | None = None
     beta: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_max: float | None = None
+    use_bias_correction_kl: bool = True
     delta: float | None = None
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    trust_region: TrustRegion = "clip"
+    cispo_min: float = 0.0
+    importance_sampling_level: Level = "token"
+    old_kl_coef: float = 0.0
+    ref_advantage: float = 0.0
     entropy_coef: float = 0.0
-    use_bias_correction_kl: bool = False
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
     max_completion_length: int | None = None
@@ -148,58 +196,139 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     internal_inputs: ClassVar = ("log_importance", "unit_weights", "flag_weights", "entropy_weight")
 
     def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, SURROGATES, OTHER_NAMES)
-        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
+        check_choice("loss_type", self.loss_type, TYPES, REMEDIES["loss_type"])
+        check_choice(
+            "importance_sampling_level",
+            self.importance_sampling_level,
+            LEVELS,
+            REMEDIES["importance_sampling_level"],
+        )
+        check_choice("trust_region", self.trust_region, TRUST_REGIONS, REMEDIES["trust_region"])
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS, REMEDIES["kl_estimator"])
+        check_choice("loss_agg_mode", self.loss_agg_mode, (None, *AGG_MODES), REMEDIES["loss_agg_mode"])
         super().__post_init__()
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise value_error(
-                "epsilon_high", "the ratio's upper bound for cispo", None, "pass a bound above 1, such as 5.0"
-            )
-        delta = self.delta
+        self._check_ratios()
+        self._check_kl()
         quantile = self.top_entropy_quantile
         length = self.max_completion_length
-        if delta is not None and delta <= 0:
-            raise value_error("delta", "a positive number or None", delta, "use None for none")
-        if delta is not None and SURROGATES[self.loss_type] is not clipped:
-            raise value_error(
-                "delta", f"None for {self.loss_type}", delta, "only clipped loss types bound the ratio"
-            )
-        if self.beta < 0:
-            raise value_error("beta", "a number >= 0", self.beta, "use 0.0 for none")
         if not 0 <= quantile <= 1:
             raise value_error(
                 "top_entropy_quantile", "a number in [0, 1]", quantile, "use 1.0 to keep every token"
             )
-        if self.loss_type == "dr_grpo" and (length or 0) <= 0:
+        if self.agg_mode == "seq-mean-token-sum-norm" and (length or 0) <= 0:
             raise value_error(
                 "max_completion_length",
-                "a positive number for dr_grpo",
+                f"a positive number for {self.loss_agg_mode or self.loss_type}",
                 length,
                 "it is the divisor of the sums",
             )
+        check_old_kl(self.old_kl_coef)
         taus = (self.sapo_temperature_neg, self.sapo_temperature_pos)
         if min(taus) <= 0:
             raise value_error("sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
+        if self.loss_type == "gmpo":
+            self._check_gmpo()
+        if self.loss_type == "vespo" and self.sampler_correction is not None:
+            remedy = "pass importance_weights=correction.weights(...), which are factors of vespo's weight"
+            raise value_error("sampler_correction", "None for vespo", self.sampler_correction, remedy)
+
+    def _check_ratios(self) -> None:
+        """Check the options that bound ratios or drop tokens."""
+        kind = self.loss_type
+        delta = self.delta
+        region = self.trust_region
+        clips = TYPES[kind].surrogate is bounded
+        if kind == "cispo" and self.epsilon_high is None:
+            raise value_error(
+                "epsilon_high", "the ratio's upper bound for cispo", None, "pass a bound above 1, such as 5.0"
+            )
+        if delta is not None and delta <= 0:
+            raise value_error("delta", "a positive number or None", delta, "use None for none")
+        if delta is not None and not clips:
+            raise value_error("delta", f"None for {kind}", delta, "only clipped loss types bound the ratio")
+        if region != "clip" and not clips:
+            types = ", ".join(repr(name) for name, x in TYPES.items() if x.surrogate is bounded)
+            raise value_error(
+                "trust_region", f"'clip' for {kind}", repr(region), f"take one of the loss types {types}"
+            )
+        if region in OF_PROBABILITIES and self.importance_sampling_level != "token":
+            raise value_error(
+                "trust_region",
+                f"'clip' or None with importance_sampling_level={self.importance_sampling_level!r}",
+                repr(region),
+                "this region compares probabilities of tokens; use importance_sampling_level='token'",
+            )
+        if self.cispo_min and kind != "cispo":
+            raise value_error("cispo_min", f"0.0 for {kind}", self.cispo_min, "use it with loss_type='cispo'")
+        if kind == "cispo" and not 0 <= self.cispo_min <= self.upper:
+            raise value_error(
+                "cispo_min",
+                f"a number in [0, epsilon_high = {self.upper}]",
+                self.cispo_min,
+                "it is the lower bound of the ratio",
+            )
+
+    def _check_kl(self) -> None:
+        """Check the options of the KL to the reference model."""
+        if self.beta < 0:
+            raise value_error("beta", "a number >= 0", self.beta, "use 0.0 for none")
+        if self.kl_max is None:
+            return
+        if self.kl_max <= 0:
+            raise value_error("kl_max", "a positive number or None", self.kl_max, "use None for none")
+        if self.kl_estimator == "k3" and self.use_bias_correction_kl:
+            raise value_error(
+                "kl_max",
+                "None for the corrected 'k3'",
+                self.kl_max,
+                "set use_bias_correction_kl=False, as verl does, or leave kl_max out",
+            )
+
+    def _check_gmpo(self) -> None:
+        """Check the options that have no meaning for one surrogate per sequence."""
+        for name, default in GMPO_DEFAULTS.items():
+            value = getattr(self, name)
+            if value != default:
+                raise value_error(
+                    name,
+                    f"{default!r} for gmpo",
+                    repr(value),
+                    "gmpo has one geometric mean of the ratios of all tokens per sequence",
+                )
+        if any(correction.level == "token" for correction in self.corrections):
+            raise value_error(
+                "sampler_correction",
+                "level='sequence' or 'geometric' for gmpo",
+                "'token'",
+                "gmpo has one surrogate per sequence; verl multiplies it by the geometric mean",
+            )
 
     @property
     def needs_reference(self) -> bool:
-        return self.beta > 0
+        return self.beta > 0 or self.ref_advantage != 0
 
     @property
     def by_sequence(self) -> bool:
         """Whether there is one ratio per sequence."""
-        return self.importance_sampling_level == "sequence"
+        return self.importance_sampling_level != "token"
 
     @property
     def scope(self) -> str:
         if self.top_entropy_quantile < 1:
             return "batch"
-        whole = self.by_sequence or self.loss_type == "vespo" or self.off_policy_mask_threshold is not None
+        whole = (
+            self.by_sequence or self.loss_type in OF_SEQUENCES or self.off_policy_mask_threshold is not None
+        )
+        whole = whole or (self.sampler_correction is not None and self.corrects_sequences)
         return "group" if whole else "token"
 
     @property
+    def agg_mode(self) -> str:
+        return self.loss_agg_mode or TYPES[self.loss_type].agg_mode
+
+    @property
     def unit(self) -> str:
-        return "sequences" if self.loss_type in PER_SEQUENCE else "tokens"
+        return AGG_MODES[self.loss_agg_mode or TYPES[self.loss_type].agg_mode].unit
 
     @property
     def differentiates(self) -> tuple[str, ...]:
@@ -208,19 +337,20 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     @property
     def metric_names(self) -> tuple[str, ...]:
         kl = ("kl",) if self.beta else ()
-        return ("entropy", "importance_ratio", *kl, *FLAGS[SURROGATES[self.loss_type]])
+        return ("entropy", "importance_ratio", *kl, *TYPES[self.loss_type].metric_names)
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps = stats.logps
+        detached = logps.detach()
+        old_logps = detached if batch.old_logps is None else batch.old_logps
         advantages = batch.advantages
-        detached = stats.logps.detach()
-        log_ratio = logps - (detached if batch.old_logps is None else batch.old_logps)
-        if self.by_sequence:
-            ratio = batch.spread(bounded_exp(batch.sum_by_sequence(log_ratio) / batch.lengths.clamp(min=1)))
-        else:
-            ratio = bounded_exp(log_ratio)
-        phi = self.phi(log_ratio.detach(), batch) if self.loss_type == "vespo" else None
-        values, flags = SURROGATES[self.loss_type](self, ratio, advantages, logps, phi)
+        if self.ref_advantage:
+            advantages = advantages + self.ref_advantage * (batch.ref_logps - detached)
+        token_log_ratio = logps - old_logps
+        log_ratio = LEVELS[self.importance_sampling_level](token_log_ratio, logps, batch)
+        ratio = bounded_exp(log_ratio)
+        ratios = PolicyRatios(logps, old_logps, advantages, token_log_ratio, log_ratio, ratio, batch)
+        values, flags = TYPES[self.loss_type].surrogate(self, ratios)
         selected = self.kept(stats.entropy.detach(), batch)
         if selected is not None:
             values = values * selected
@@ -229,44 +359,36 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             drift = batch.sum_by_sequence((sampling - detached).nan_to_num(nan=0.0))
             drift = drift / batch.lengths.clamp(min=1)
             values = values * ((advantages >= 0) | batch.spread(drift <= self.off_policy_mask_threshold))
-        if batch.importance_weights is not None and phi is None:
+        if batch.importance_weights is not None:
             values = values * batch.importance_weights
+        if self.sampler_correction is not None:
+            values = values * self.sampler_weights(old_logps, batch.sampling_logps, batch)
         metrics = {"entropy": Term(stats.entropy), "importance_ratio": Term(ratio)}
         metrics |= {name: self.flag(x, batch) for name, x in flags.items()}
         if self.beta:
-            d = (batch.ref_logps - logps).clamp(max=LARGEST)
-            kl = torch.expm1(d) - d
+            d = batch.ref_logps - logps
+            kl = estimated_kl(self.kl_estimator, d, self.kl_max)
             kl = self.corrected_kl(kl, d, ratio, log_ratio, batch) if self.use_bias_correction_kl else kl
             values = values + self.beta * kl
             metrics["kl"] = Term(kl)
+        if self.old_kl_coef:
+            values = values + old_kl(self.old_kl_coef, token_log_ratio)
         if batch.unit_weights is not None:
             values = values * batch.unit_weights
         return self.with_bonus(values, stats.entropy, selected, batch), metrics
 
-    def phi(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """(n,) VESPO's weights w^k exp(lambda (1 - w)), without gradient.
-
-        w is the product of the ratios of a sequence.
-        """
-        log_w = batch.sum_by_sequence(log_ratio.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
-        if batch.log_importance is not None:
-            log_w = log_w + batch.sum_by_sequence(batch.log_importance)
-        log_w = batch.spread(log_w.clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
-        positive = (batch.advantages >= 0).to(log_w.dtype)
-        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg)
-        decay = by_sign(positive, max(self.vespo_lambda_pos, 1e-4), max(self.vespo_lambda_neg, 1e-4))
-        return (k * log_w - decay * log_w.expm1()).exp()
-
     def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """Return kl * ratio. If there is one ratio per token, its derivative with respect to logp is -d *
-        ratio.
+        """Return kl * ratio. For k3 with a ratio of the token's own gradient, its derivative with respect to
+        logp is -d * ratio.
 
         Autograd would compute this derivative as (kl - expm1(d)) * ratio. kl and expm1(d) are both of the
         size of exp(d), so their difference -d would lose its digits by cancellation.
         """
         plain = (kl * ratio).clamp(max=math.exp(LARGEST))
+        if self.kl_estimator != "k3":
+            return plain
         exact = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
-        if self.by_sequence:
+        if self.importance_sampling_level == "sequence":
             exact = exact & batch.spread(batch.lengths == 1)
         slope = torch.where(exact, -(d * ratio).detach(), 0.0)
         # d.detach() - d is 0, and its derivative with respect to logp is 1.
@@ -349,6 +471,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         importance_weights: Tensor | None = None,
         **model: Tensor | None,  # ref_hidden, ref_weight and ref_bias, or nothing
     ) -> dict[str, Tensor | None]:
+        if self.sampler_correction is not None:
+            self.check_sampling(sampling_logps)
+        if self.old_kl_coef:
+            require_old_logps(old_logps)
         if self.off_policy_mask_threshold is not None:
             name = "off_policy_mask_threshold"
             if old_logps is None and sampling_logps is None:
@@ -359,16 +485,19 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
         inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
-        if self.loss_type in ("grpo", "sapo"):
-            inputs["unit_weights"] = layout.spread(layout.shares)
-        elif self.loss_type == "dr_grpo":
-            weight = 1 / self.max_completion_length
-            inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
+        weights = AGG_MODES[self.agg_mode].weights
+        if weights is not None:
+            inputs["unit_weights"] = layout.spread(weights(layout, self.max_completion_length))
         inputs["entropy_weight"] = layout.share if self.entropy_coef else None
+        if self.loss_type == "gmpo":
+            for name, x in (("advantages", advantages), ("importance_weights", importance_weights)):
+                if x is not None and not layout.is_per_sequence(name, x):
+                    expected = f"shape ({layout.sequences},), one per sequence, for gmpo"
+                    remedy = "gmpo has one surrogate per sequence"
+                    raise value_error(name, expected, tuple(x.shape), remedy)
         # If all tokens of a sequence have the same flag, it counts once per sequence; None: once per token.
         whole = self.by_sequence or self.loss_type == "vespo"
-        once = whole and layout.is_per_sequence("advantages", advantages)
-        if once:
+        if whole and not self.ref_advantage and layout.is_per_sequence("advantages", advantages):
             share = layout.shares if self.loss_type == "vespo" else layout.shares / layout.sequences
             inputs["flag_weights"] = layout.spread(share)
         if importance_weights is None:

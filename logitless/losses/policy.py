@@ -5,6 +5,7 @@ Sequences are padded (B, T), or packed with `cu_seqlens`. A token is supervised 
 token.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from logitless.engine.layout import SequenceLayout
 from logitless.errors import type_error, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
+from logitless.losses.numerics import LARGEST
+from logitless.losses.sampler_correction import SamplerCorrection, Sequences, log_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +24,59 @@ class PolicyLoss(TokenLoss):
     """Base class of losses with advantages.
 
     `laid_out` computes the declared inputs from the call's arguments.
+
+    Args:
+        sampler_correction: the factor of the surrogate for the difference between the old policy and the
+            sampler, or a tuple of factors, which are multiplied.
     """
+
+    sampler_correction: SamplerCorrection | tuple[SamplerCorrection, ...] | None = None
 
     token_inputs: ClassVar = ("advantages",)
     observes: ClassVar = ("entropy",)
     context_parallel: ClassVar = True
     sampled_logps: ClassVar = ("old_logps", "sampling_logps")
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(x, SamplerCorrection) for x in self.corrections):
+            raise type_error(
+                "sampler_correction",
+                "a SamplerCorrection, a tuple of them, or None",
+                repr(self.sampler_correction),
+                "TIS is SamplerCorrection(high=2.0), IcePop SamplerCorrection(action='mask', low=0.5, "
+                "high=5.0)",
+            )
+        super().__post_init__()
+
+    @property
+    def corrections(self) -> tuple[SamplerCorrection, ...]:
+        given = self.sampler_correction
+        return () if given is None else given if isinstance(given, tuple) else (given,)
+
+    @property
+    def corrects_sequences(self) -> bool:
+        """Whether a factor depends on all tokens of a sequence."""
+        return any(correction.level != "token" for correction in self.corrections)
+
+    def sampler_weights(self, old_logps: Tensor, sampling_logps: Tensor, sequences: Sequences) -> Tensor:
+        """The product of the factors of `sampler_correction`, without gradient."""
+        weights = log_weights(old_logps, sampling_logps)
+        return math.prod(x.factor(weights, sequences) for x in self.corrections)
+
+    def check_sampling(self, sampling_logps: Tensor | None) -> None:
+        """Raise ValueError unless `sampling_logps` are passed if and only if there is a correction."""
+        if self.sampler_correction is not None and sampling_logps is None:
+            raise value_error(
+                "sampling_logps",
+                "the sampler's log-probabilities, for sampler_correction",
+                None,
+                "pass them, or leave sampler_correction out",
+            )
+        if self.sampler_correction is None and sampling_logps is not None:
+            remedy = "set sampler_correction, or leave sampling_logps out"
+            raise value_error(
+                "sampling_logps", "None without sampler_correction", tuple(sampling_logps.shape), remedy
+            )
 
     def laid_out(
         self, layout: SequenceLayout, advantages: Tensor, **given: Tensor | None
@@ -82,3 +132,20 @@ class ClippedLoss(PolicyLoss):
     @property
     def upper(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+def check_old_kl(coef: float) -> None:
+    if coef < 0:
+        raise value_error("old_kl_coef", "a number >= 0", coef, "use 0.0 for none")
+
+
+def require_old_logps(old_logps: Tensor | None) -> None:
+    """Raise ValueError without `old_logps`, for a penalty on the log-ratio to the old policy."""
+    if old_logps is None:
+        remedy = "pass them; without them the penalty and its gradient are 0"
+        raise value_error("old_logps", "log-probabilities, for old_kl_coef", None, remedy)
+
+
+def old_kl(coef: float, log_ratio: Tensor) -> Tensor:
+    """coef * l^2 / 2, with l clamped to +-80."""
+    return (coef / 2) * log_ratio.clamp(-LARGEST, LARGEST).square()

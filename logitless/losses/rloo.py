@@ -11,10 +11,11 @@ from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import value_error
 from logitless.losses.base import LossOutput
-from logitless.losses.grpo_types import FLAGS, clipped
+from logitless.losses.grpo_types import TYPES, PolicyRatios, clip
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
-from logitless.losses.policy import ClippedLoss, PolicyLoss
+from logitless.losses.policy import ClippedLoss, PolicyLoss, check_old_kl, old_kl, require_old_logps
+from logitless.losses.sampler_correction import SequenceSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,14 @@ class RLOOLoss(ClippedLoss):
     r = exp(sum logp - sum old_logp), with sums over the tokens of a sequence. The loss has no KL term:
     include a KL to a reference model in the rewards.
 
+    Args:
+        sampler_correction: as in `GRPOLoss`, with the levels "sequence" and "geometric".
+
     Inputs:
         hidden, weight, targets, sampling_mask, **arguments: as in `GRPOLoss`.
         advantages: (B,).
         old_logps: per token in targets' shape, or (B,) sums per sequence; None for on-policy data.
+        sampling_logps: targets' shape, log-probabilities that the sampler returned.
         num_items: the number of sequences.
 
     Metrics: entropy, importance_ratio, clip_ratio/*.
@@ -43,15 +48,25 @@ class RLOOLoss(ClippedLoss):
         0.5
     """
 
-    # `clipped` reads this option of GRPO. In RLOO, only the clip range bounds the ratio.
+    # `clip` reads this option of GRPO. In RLOO, only the clip range bounds the ratio.
     delta: ClassVar = None
 
     scope: ClassVar = "group"
     unit: ClassVar = "sequences"
     sequence_inputs: ClassVar = ("sequence_advantages", "old_sums")
-    token_inputs: ClassVar = ("old_logps",)
+    token_inputs: ClassVar = ("old_logps", "sampling_logps")
     internal_inputs: ClassVar = ("sequence_advantages", "old_sums")
-    metric_names: ClassVar = ("entropy", "importance_ratio", *FLAGS[clipped])
+    metric_names: ClassVar = ("entropy", "importance_ratio", *TYPES["grpo"].metric_names)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(correction.level == "token" for correction in self.corrections):
+            raise value_error(
+                "sampler_correction",
+                "level='sequence' or 'geometric' for RLOOLoss",
+                "'token'",
+                "RLOO has one ratio per sequence",
+            )
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps = batch.sum_by_sequence(stats.logps)
@@ -63,11 +78,25 @@ class RLOOLoss(ClippedLoss):
             old = batch.sum_by_sequence(batch.old_logps)
         # A sequence without supervised tokens has ratio 1 and loss 0.
         filled = (batch.lengths > 0).to(logps.dtype)
-        ratio = bounded_exp((logps - old) * filled)
-        values, flags = clipped(self, ratio, advantages * filled, logps, None)
+        log_ratio = (logps - old) * filled
+        ratio = bounded_exp(log_ratio)
+        ratios = PolicyRatios(logps, old, advantages * filled, log_ratio, log_ratio, ratio, batch)
+        values, flags = clip(self, ratios)
+        if self.sampler_correction is not None:
+            values = values * self._sampler_weights(stats.logps.detach(), batch)
         metrics = {name: Term(flag, over="sequences") for name, flag in flags.items()}
         metrics |= {"entropy": Term(stats.entropy), "importance_ratio": Term(batch.spread(ratio))}
         return {"policy": Term(values, over="sequences")}, metrics
+
+    def _sampler_weights(self, logps: Tensor, batch: Batch) -> Tensor:
+        """(sequences,) the factor of each sequence."""
+        sequences = SequenceSums(batch.sum_by_sequence, batch.lengths)
+        if batch.old_sums is None:
+            return self.sampler_weights(
+                logps if batch.old_logps is None else batch.old_logps, batch.sampling_logps, sequences
+            )
+        sampled = batch.sum_by_sequence(batch.sampling_logps)
+        return self.sampler_weights(batch.old_sums, sampled, SequenceSums(lambda x: x, batch.lengths))
 
     def __call__(
         self,
@@ -77,14 +106,25 @@ class RLOOLoss(ClippedLoss):
         *,
         advantages: Tensor,
         old_logps: Tensor | None = None,
+        sampling_logps: Tensor | None = None,
         sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        inputs = {"advantages": advantages, "old_logps": old_logps, "sampling_mask": sampling_mask}
+        inputs = {
+            "advantages": advantages,
+            "old_logps": old_logps,
+            "sampling_logps": sampling_logps,
+            "sampling_mask": sampling_mask,
+        }
         return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
-        self, layout: SequenceLayout, advantages: Tensor, *, old_logps: Tensor | None = None
+        self,
+        layout: SequenceLayout,
+        advantages: Tensor,
+        *,
+        old_logps: Tensor | None = None,
+        sampling_logps: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
             raise value_error(
@@ -94,9 +134,15 @@ class RLOOLoss(ClippedLoss):
                 "pass one advantage per sequence",
             )
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
+        self.check_sampling(sampling_logps)
+        if sampling_logps is not None:
+            inputs["sampling_logps"] = layout.per_token("sampling_logps", sampling_logps)
         if old_logps is None:
             return inputs
         if layout.is_per_sequence("old_logps", old_logps, sums=True):
+            if any(correction.measure != "ratio" for correction in self.corrections):
+                expected = "log-probabilities per token, for a correction that measures 'k2' or 'k3'"
+                raise value_error("old_logps", expected, "sums per sequence", "pass them per token")
             return inputs | {"old_sums": old_logps.detach().reshape(-1).to(layout.dtype)}
         old_logps = per_token_shape(old_logps, layout.targets)
         return inputs | {"old_logps": layout.per_token("old_logps", old_logps)}
@@ -104,18 +150,26 @@ class RLOOLoss(ClippedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class REINFORCELoss(PolicyLoss):
-    """REINFORCE: mean over the tokens of -A logp.
+    """REINFORCE: mean over the tokens of -A logp + old_kl_coef (logp - old_logp)^2 / 2.
 
-    The advantages A are rewards minus a baseline, which the caller computes.
+    The advantages A are rewards minus a baseline, which the caller computes. With `old_kl_coef` the loss is
+    DRO.
+
+    Args:
+        old_kl_coef: weight of the penalty on the log-ratio to the old policy. Needs `old_logps`.
+        sampler_correction: as in `GRPOLoss`; a factor of -A logp. Needs `sampling_logps`.
 
     Inputs:
         hidden, weight, targets, sampling_mask, **arguments: as in `GRPOLoss`.
         advantages: (B,) per sequence, or per token in targets' shape.
+        old_logps: targets' shape; None without `old_kl_coef` and for a correction from the policy itself.
+        sampling_logps: targets' shape, log-probabilities that the sampler returned.
         num_items: the number of tokens.
 
     Metrics: entropy.
 
-    Reference: Williams, 1992, https://doi.org/10.1007/BF00992696.
+    References: Williams, 1992, https://doi.org/10.1007/BF00992696; Richemond et al. (DRO), 2024,
+    https://arxiv.org/abs/2405.19107.
 
     Examples:
         >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
@@ -124,10 +178,27 @@ class REINFORCELoss(PolicyLoss):
         True
     """
 
+    old_kl_coef: float = 0.0
+
+    token_inputs: ClassVar = ("advantages", "old_logps", "sampling_logps")
     metric_names: ClassVar = ("entropy",)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_old_kl(self.old_kl_coef)
+
+    @property
+    def scope(self) -> str:
+        return "group" if self.sampler_correction is not None and self.corrects_sequences else "token"
+
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        return {"policy": Term(-batch.advantages * stats.logps)}, {"entropy": Term(stats.entropy)}
+        values = -batch.advantages * stats.logps
+        if self.sampler_correction is not None:
+            old_logps = stats.logps.detach() if batch.old_logps is None else batch.old_logps
+            values = values * self.sampler_weights(old_logps, batch.sampling_logps, batch)
+        if self.old_kl_coef:
+            values = values + old_kl(self.old_kl_coef, stats.logps - batch.old_logps)
+        return {"policy": Term(values)}, {"entropy": Term(stats.entropy)}
 
     def __call__(
         self,
@@ -136,11 +207,33 @@ class REINFORCELoss(PolicyLoss):
         targets: Tensor,
         *,
         advantages: Tensor,
+        old_logps: Tensor | None = None,
+        sampling_logps: Tensor | None = None,
         sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        inputs = {"advantages": advantages, "sampling_mask": sampling_mask}
+        inputs = {
+            "advantages": advantages,
+            "old_logps": old_logps,
+            "sampling_logps": sampling_logps,
+            "sampling_mask": sampling_mask,
+        }
         return self.solve(hidden, weight, targets, arguments, inputs)
 
-    def laid_out(self, layout: SequenceLayout, advantages: Tensor) -> dict[str, Tensor | None]:
-        return {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}
+    def laid_out(
+        self,
+        layout: SequenceLayout,
+        advantages: Tensor,
+        *,
+        old_logps: Tensor | None = None,
+        sampling_logps: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        self.check_sampling(sampling_logps)
+        if self.old_kl_coef:
+            require_old_logps(old_logps)
+        if old_logps is not None and not self.old_kl_coef and self.sampler_correction is None:
+            remedy = "set old_kl_coef, pass sampler_correction, or take GRPOLoss for a ratio"
+            raise value_error("old_logps", "None for a loss without ratio", tuple(old_logps.shape), remedy)
+        inputs = {"old_logps": old_logps, "sampling_logps": sampling_logps}
+        inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
+        return inputs | {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}

@@ -366,7 +366,9 @@ def _make_inputs(loss: Callable, targets: Tensor, sequences: int, present: Mappi
     inputs: dict[str, object] = {}
     if isinstance(loss, PolicyLoss):
         inputs["advantages"] = tokens.new_zeros(sequences)
-    if isinstance(loss, GRPOLoss):
+        if loss.corrections:
+            inputs["sampling_logps"] = tokens
+    if isinstance(loss, GRPOLoss) or getattr(loss, "old_kl_coef", 0.0):
         inputs["old_logps"] = tokens
     if isinstance(loss, KTOLoss):
         inputs["labels"] = tokens.new_zeros(sequences, dtype=torch.bool)

@@ -79,7 +79,9 @@ class Samples:
         inputs: dict[str, object] = {}
         if isinstance(loss, PolicyLoss):
             inputs["advantages"] = self.draw_normal(self.tokens[0])
-        if isinstance(loss, GRPOLoss):
+            if loss.corrections:
+                inputs["sampling_logps"] = self.draw_normal(*self.tokens) - 6
+        if isinstance(loss, GRPOLoss) or getattr(loss, "old_kl_coef", 0.0):
             inputs["old_logps"] = self.draw_normal(*self.tokens) - 6
         if isinstance(loss, KTOLoss):
             inputs["labels"] = torch.arange(self.tokens[0], device=self.device) % 2 == 0

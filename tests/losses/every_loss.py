@@ -24,6 +24,7 @@ from logitless import (
     PPOLoss,
     REINFORCELoss,
     RLOOLoss,
+    SamplerCorrection,
     SimPOLoss,
     Term,
     TokenLoss,
@@ -65,6 +66,7 @@ class Given:
     targets: Tensor
     ref_logps: Tensor
     old_logps: Tensor
+    sampling_logps: Tensor
     advantages: Tensor
     labels: Tensor
     teacher_hidden: Tensor
@@ -105,6 +107,7 @@ def given(T: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, ignored:
         targets=targets.masked_fill(mask, -100),
         ref_logps=random(B, T) - 4,
         old_logps=random(B, T) / 4 - 4,
+        sampling_logps=random(B, T) / 4 - 4,
         advantages=random(B),
         labels=torch.arange(B, device=DEVICE) % 2 == 0,
         teacher_hidden=random(B, T, TEACHER_H),
@@ -201,6 +204,17 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
         GRPOLoss, "advantages", "old_logps", importance_sampling_level="sequence", loss_type="grpo"
     ),
     "GRPO, top entropy": on(GRPOLoss, "advantages", "old_logps", top_entropy_quantile=0.5),
+    "GRPO, corrected": on(
+        GRPOLoss,
+        *("advantages", "old_logps", "ref_logps", "sampling_logps"),
+        trust_region="binary_tv",
+        beta=0.1,
+        kl_estimator="k3+",
+        kl_max=1.0,
+        old_kl_coef=0.1,
+        ref_advantage=0.5,
+        sampler_correction=(SamplerCorrection(high=2.0), SamplerCorrection(level="geometric", high=1.1)),
+    ),
     "PPO": on(PPOLoss, "advantages", "old_logps"),
     "RLOO": on(RLOOLoss, "advantages"),
     "REINFORCE": on(REINFORCELoss, "advantages"),
@@ -227,6 +241,7 @@ SEQUENCES = (
     "KTO",
     "GRPO, whole sequences",
     "GRPO, top entropy",
+    "GRPO, corrected",
     "RLOO",
 )
 

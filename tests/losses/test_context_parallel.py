@@ -26,6 +26,7 @@ from logitless import (
     PPOLoss,
     REINFORCELoss,
     RLOOLoss,
+    SamplerCorrection,
     SimPOLoss,
     Term,
     TokenLoss,
@@ -110,6 +111,12 @@ ROLLOUT = {"advantages": random(B, seed=9), "old_logps": -3 + random(B, T, seed=
 PER_TOKEN = {"token_advantages": random(B, T, seed=10), "old_logps": ROLLOUT["old_logps"]}
 SAMPLED = ROLLOUT | {"sampling_logps": -3 + random(B, T, seed=12), "mask": random(B, T, seed=13) > -1}
 WEIGHED = {"importance_weights": random(B, seed=14).exp()}
+TOKEN_LEVEL = SamplerCorrection(action="mask", low=0.2, high=2.0)
+# Each rank has a part of a sequence; all drop the same sequences.
+OF_SEQUENCES = (
+    SamplerCorrection(level="geometric", action="reject", low=0.4, high=2.5),
+    SamplerCorrection(level="sequence", high=2.0),
+)
 POLICIES = {
     "grpo": (GRPOLoss(loss_type="grpo", beta=0.1), SAMPLED | TOKENS),
     "grpo, reference": (GRPOLoss(loss_type="grpo", beta=0.1), ROLLOUT | REFERENCE),
@@ -136,6 +143,15 @@ POLICIES = {
     "rloo": (RLOOLoss(), ROLLOUT),
     "rloo, packed": (RLOOLoss(), ROLLOUT),
     "rloo, sums": (RLOOLoss(), ROLLOUT | {"old_logps": random(B, seed=15) - 20}),
+    "regions": (GRPOLoss(trust_region="binary_kl", old_kl_coef=0.1, sampler_correction=TOKEN_LEVEL), SAMPLED),
+    "gspo token": (GRPOLoss(importance_sampling_level="sequence_token", loss_type="grpo"), ROLLOUT),
+    "gmpo": (GRPOLoss(loss_type="gmpo", epsilon=0.4, sampler_correction=OF_SEQUENCES), SAMPLED),
+    "corrected, packed": (
+        GRPOLoss(sampler_correction=OF_SEQUENCES, ref_advantage=0.3, loss_agg_mode="seq-mean-token-mean"),
+        SAMPLED | TOKENS,
+    ),
+    "rloo, corrected": (RLOOLoss(sampler_correction=OF_SEQUENCES), SAMPLED),
+    "reinforce, corrected": (REINFORCELoss(sampler_correction=OF_SEQUENCES), SAMPLED),
     "reinforce": (REINFORCELoss(), {"advantages": ROLLOUT["advantages"]}),
 }
 CASES = {

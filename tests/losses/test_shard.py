@@ -27,6 +27,7 @@ from logitless import (
     MultiTokenLoss,
     ORPOLoss,
     RLOOLoss,
+    SamplerCorrection,
 )
 from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss
@@ -119,6 +120,17 @@ CASES = {
     "grpo": (GRPOLoss(return_logps=True), ROLLOUT),
     "grpo reference": (GRPOLoss(beta=0.1, return_predictions=True), ROLLOUT | REFERENCE),
     "grpo entropy": (GRPOLoss(entropy_coef=0.3, top_entropy_quantile=0.5), ROLLOUT),
+    "grpo corrected": (
+        GRPOLoss(
+            trust_region="binary_tv",
+            beta=0.1,
+            kl_estimator="k2",
+            ref_advantage=0.3,
+            old_kl_coef=0.1,
+            sampler_correction=SamplerCorrection(level="geometric", action="mask", low=0.9, high=1.1),
+        ),
+        ROLLOUT | REFERENCE | {"sampling_logps": random(B, T, seed=14) - 3},
+    ),
     "rloo": (RLOOLoss(), ROLLOUT),
     "jsd": (JSDLoss(temperature=1.5, hard_loss_weight=0.3), TEACHER),
     "jsd capped": (

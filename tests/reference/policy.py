@@ -80,8 +80,87 @@ def _clipped_surrogate(
         ratio = ratio.clamp(max=delta)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
-    flags = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
-    return -torch.min(ratio * advantages, clipped * advantages), flags
+    return -torch.min(ratio * advantages, clipped * advantages), _clip_metrics(low, high)
+
+
+def _clip_metrics(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+
+
+def _region(name: str | None, logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float):
+    """DPPO's `(dropped below, dropped above)` of `trust_region`, from the probabilities themselves."""
+    p, q, raised = logps.detach().exp(), old_logps.exp(), advantages > 0
+    if name is None:
+        return torch.zeros_like(p, dtype=torch.bool), torch.zeros_like(p, dtype=torch.bool)
+    if name == "absolute_tv":
+        return p - q < -low, p - q > high
+    if name == "binary_tv":
+        return ~raised & (p - q < -low), raised & (p - q > high)
+    p, q = p.clamp(max=1 - 1e-12), q.clamp(max=1 - 1e-12)
+    kl = torch.xlogy(q, q / p) + (1 - q) * ((1 - q) / (1 - p)).log()
+    return ~raised & (p < q) & (kl > low), raised & (p > q) & (kl > high)
+
+
+def _policy_gradient(weight: Tensor, advantages: Tensor, log_ratio: Tensor) -> Tensor:
+    """`-weight A`, with the gradient `-weight A ∇log_ratio` (0 where the ratio is not a number of fp32)."""
+    weight = weight.detach()
+    gradient = -weight * advantages * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return gradient - gradient.detach() - weight * advantages
+
+
+# log w of a token that the sampler, or the old policy, never draws.
+NEVER = 1e4
+
+
+def sampler_weights(
+    corrections,  # of `SamplerCorrection`s' fields
+    old_logps: Tensor,  # (B, T)
+    sampling_logps: Tensor,  # (B, T)
+    mask: Tensor,  # (B, T) bool
+) -> Tensor:
+    """(B, T) or (B, 1): the product of the factors.
+
+    `w = p(old) / p(sampler)` of a token, `Π_t w_t` of a sequence, `(Π_t w_t)^(1 / length)` its geometric
+    mean. "truncate": `min(max(w, low), high)`; "mask": `w [low <= w <= high]`; "reject":
+    `[low <= w <= high]`. With the measures "k2", `(log w)^2 / 2`, and "k3", `w - 1 - log w`, of each token,
+    summed over a sequence or averaged, "reject" is `[measure <= high]`. Where the sampler's number is NaN, w
+    is 1.
+    """
+    log_w = (old_logps.detach() - sampling_logps).masked_fill(~mask, 0.0)
+    log_w = log_w.masked_fill(log_w.isnan(), 0.0).clamp(-NEVER, NEVER)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    product = log_w.new_ones(())
+    for correction in corrections:
+        measures = {"ratio": log_w, "k2": log_w**2 / 2, "k3": log_w.exp() - 1 - log_w}
+        x, bounded = log_w, measures[correction.measure]
+        if correction.level != "token":
+            x, bounded = (y.sum(1, keepdim=True) for y in (x, bounded))
+        if correction.level == "geometric":
+            x, bounded = x / lengths, bounded / lengths
+        bounded = bounded.exp() if correction.measure == "ratio" else bounded
+        low = 0.0 if correction.low is None else correction.low
+        high = math.inf if correction.high is None else correction.high
+        inside = ((bounded >= low) & (bounded <= high)).to(x.dtype)
+        w = _ratio(x)
+        product = (
+            product
+            * {"truncate": w.clamp(low, high), "mask": w * inside, "reject": inside}[correction.action]
+        )
+    return product
+
+
+def _given(corrections) -> tuple:
+    """One correction, several, or none -> a tuple."""
+    return () if corrections is None else corrections if isinstance(corrections, tuple) else (corrections,)
+
+
+def _kl_estimate(name: str, d: Tensor, largest: float | None) -> Tensor:
+    """Schulman's estimators of `d = ref_logp - logp`; with "+" the gradient is that of `k2`."""
+    d_k3 = d.clamp(max=LOG_RATIO_BOUND)
+    kinds = {"k1": -d, "k2": d**2 / 2, "k3": d_k3.exp() - d_k3 - 1, "abs": d.abs()}
+    kl = kinds[name[:-1] if name.endswith("+") else name]
+    kl = kl if largest is None else kl.clamp(-largest, largest)
+    return kinds["k2"] - kinds["k2"].detach() + kl.detach() if name.endswith("+") else kl
 
 
 def _where(condition: Tensor, x: float, y: float, like: Tensor) -> Tensor:
@@ -130,13 +209,21 @@ def grpo(
     num_items: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     loss_type: str = "dapo",
+    loss_agg_mode: str | None = None,
     beta: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_max: float | None = None,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
+    trust_region: str | None = "clip",
+    cispo_min: float = 0.0,
     importance_sampling_level: str = "token",
+    old_kl_coef: float = 0.0,
+    ref_advantage: float = 0.0,
+    sampler_correction=None,
     entropy_coef: float = 0.0,
-    use_bias_correction_kl: bool = False,
+    use_bias_correction_kl: bool = True,
     top_entropy_quantile: float = 1.0,
     off_policy_mask_threshold: float | None = None,
     max_completion_length: int | None = None,
@@ -154,10 +241,15 @@ def grpo(
 
     With `l = logp - old_logp` (`old_logps=None`: of this policy, detached), the ratio is `r = exp(l)`, or at
     the sequence level `r = exp(Σ_t l_t / length)`, one ratio for all tokens of a sequence, with the gradient
-    of all of them. The surrogate of a token with advantage `A` is
+    of all of them; at "sequence_token", with the gradient of the token alone. The surrogate of a token with
+    advantage `A` is
 
         grpo, bnpo, dr_grpo, dapo, luspo   s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)
-        cispo                              s = -stop_gradient(min(r, ε_high)) A logp
+                                           with another trust_region: -min(r, δ) A where it keeps the token,
+                                           with the gradient -stop_gradient(min(r, δ)) A ∇log r
+        cispo                              s = -stop_gradient(clip(r, cispo_min, ε_high)) A logp
+        gmpo                               s = -A exp(Σ_t c_t / length),  c = min(l, clip(l, -ε, ε_high)) if
+                                           A > 0 else max(l, clip(l, -ε, ε_high))
         sapo                               s = -4 / τ sigmoid(τ (r - 1)) A,  τ = τ_pos if A > 0 else τ_neg
         vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),
                                            w = exp(Σ_t l_t)
@@ -166,17 +258,20 @@ def grpo(
     then are no factor of the loss; `w` is kept within `[1e-8, exp(20)]`, and so are its factors, `r` within
     `exp(±20)`. The loss of a token is
 
-        loss = keep * high_entropy * importance_weight * s + beta * kl
+        loss = keep * high_entropy * importance_weight * sampler_weight * s + beta * kl + old_kl_coef l²/2
         kl   = exp(d) - d - 1,  d = ref_logp - logp;  times r with use_bias_correction_kl
+
+    or another `kl_estimator`, and `A` is the advantage plus `ref_advantage * stop_gradient(d)`.
 
     * `keep` is 0 for tokens with `A < 0` of sequences whose mean of `sampling_logp - logp` exceeds
       `off_policy_mask_threshold` (`sampling_logps=None`: old_logps; NaN: no drift).
     * `high_entropy` is 0 for tokens whose entropy is below the `1 - top_entropy_quantile` quantile of all
       tokens that count.
 
-    A mean is `Σ_units / number of units` (or `num_items`), where the unit of grpo and sapo is a sequence (the
-    mean of its tokens), of luspo a sequence (the sum of its tokens), of dr_grpo a sequence (the sum over
-    `max_completion_length`), and of bnpo, dapo, cispo and vespo a token. Tokens that a mask drops still count
+    A mean is `Σ_units / number of units` (or `num_items`), where the unit of grpo, sapo and gmpo is a
+    sequence (the mean of its tokens), of luspo a sequence (the sum of its tokens), of dr_grpo a sequence (the
+    sum over `max_completion_length`), and of bnpo, dapo, cispo and vespo a token, unless `loss_agg_mode`
+    names the mean. Tokens that a mask drops still count
     in it, and so do sequences without tokens. With `entropy_coef`, the mean loses `entropy_coef` times the
     mean entropy of the tokens with `high_entropy` 1, whatever the unit; a sum has the entropies' sum there.
 
@@ -195,7 +290,9 @@ def grpo(
         2602.05261, 2026 (luspo). "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable
         Off-Policy LLM Training", arXiv 2602.10693, 2026 (vespo). bnpo is the loss of `ppo`. Zheng et al.,
         "Group Sequence Policy Optimization", 2025 (sequence level). Prime Intellect, "INTELLECT-2", 2025
-        (delta). Schulman, "Approximating KL Divergence", 2020 (kl). DeepSeek-AI, "DeepSeek-V3.2", 2025
+        (delta). "Geometric-Mean Policy Optimization", arXiv 2507.20673, 2025 (gmpo). "Rethinking the
+        Trust Region in LLM Reinforcement Learning", arXiv 2602.04879, 2026 (binary_tv, binary_kl). Schulman,
+        "Approximating KL Divergence", 2020 (kl). DeepSeek-AI, "DeepSeek-V3.2", 2025
         (off-policy mask, bias-corrected kl). Wang et al., "Beyond the 80/20 Rule", 2025
         (top_entropy_quantile).
     """
@@ -206,17 +303,37 @@ def grpo(
     weights = None if importance_weights is None else tokens.per_sequence_or_token(importance_weights, 1.0)
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
 
+    if ref_advantage:
+        advantages = advantages + ref_advantage * (tokens.per_token(ref_logps) - logps.detach() * mask)
     log_ratio = logps - old_logps  # 0 where tokens do not count, as both are
-    by_sequence = {"token": False, "sequence": True}[importance_sampling_level]
-    ratio = _ratio(
-        log_ratio.sum(1, keepdim=True) / tokens.lengths if by_sequence else log_ratio
-    )  # (B, T) or (B, 1)
+    by_sequence = importance_sampling_level != "token"
+    mean_log_ratio = log_ratio.sum(1, keepdim=True) / tokens.lengths
+    level_log_ratio = {
+        "token": log_ratio,
+        "sequence": mean_log_ratio,
+        "sequence_token": mean_log_ratio.detach() + logps - logps.detach(),
+    }[importance_sampling_level]
+    ratio = _ratio(level_log_ratio)  # (B, T) or (B, 1)
 
     match loss_type:
-        case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":
+        case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo" if trust_region == "clip":
             surrogate, observed = _clipped_surrogate(ratio, advantages, epsilon, epsilon_high, delta)
+        case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":
+            low, high = _region(trust_region, logps, old_logps, advantages, epsilon, epsilon_high)
+            bounded = ratio if delta is None else ratio.clamp(max=delta)
+            surrogate = _policy_gradient(bounded, advantages, level_log_ratio) * ~(low | high)
+            observed = _clip_metrics(low, high)
+        case "gmpo":
+            bounded = log_ratio.clamp(-epsilon, epsilon_high)
+            clipped = torch.where(
+                advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
+            )
+            surrogate = -advantages * _ratio((clipped * mask).sum(1, keepdim=True) / tokens.lengths)
+            observed = _clip_metrics(
+                (log_ratio < -epsilon) & (advantages < 0), (log_ratio > epsilon_high) & (advantages > 0)
+            )
         case "cispo":
-            surrogate = -ratio.clamp(max=epsilon_high).detach() * advantages * logps
+            surrogate = -ratio.clamp(cispo_min, epsilon_high).detach() * advantages * logps
             observed = {"cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)}
         case "sapo":
             tau = _where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, logps)
@@ -233,27 +350,39 @@ def grpo(
     high_entropy = _high_entropy(tokens, top_entropy_quantile)
     losses = surrogate * high_entropy
     if off_policy_mask_threshold is not None:
-        sampling_logps = old_logps if sampling_logps is None else tokens.per_token(sampling_logps)
-        losses = losses * ((advantages >= 0) | (_drift(tokens, sampling_logps) <= off_policy_mask_threshold))
+        sampled = old_logps if sampling_logps is None else tokens.per_token(sampling_logps)
+        losses = losses * ((advantages >= 0) | (_drift(tokens, sampled) <= off_policy_mask_threshold))
     if weights is not None:
         losses = losses * weights
+    if corrections := _given(sampler_correction):
+        sampled = tokens.per_token(sampling_logps)
+        losses = losses * sampler_weights(corrections, old_logps, sampled, tokens.counted)
 
     metrics = {"entropy": _mean(tokens.entropy, mask), "importance_ratio": _mean(ratio.expand_as(mask), mask)}
     if beta != 0:
-        d = (tokens.per_token(ref_logps) - logps).clamp(max=LOG_RATIO_BOUND)
-        kl = d.exp() - d - 1
+        kl = _kl_estimate(kl_estimator, tokens.per_token(ref_logps) - logps, kl_max)
         kl = kl * ratio if use_bias_correction_kl else kl
         losses = losses + beta * kl * mask
         metrics["kl"] = _mean(kl, mask)
+    losses = losses + old_kl_coef * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) ** 2 / 2
     one_per_sequence = advantages.shape[1] == 1 and (by_sequence or loss_type == "vespo")
     for name, x in observed.items():
+        x = x[:, :1] if one_per_sequence else x
         metrics[name] = _mean(x.to(mask.dtype), torch.ones_like(advantages) if one_per_sequence else mask)
     metrics = {name: x.detach() for name, x in metrics.items()}
 
-    divisors = {"grpo": tokens.lengths, "sapo": tokens.lengths, "luspo": 1, "dr_grpo": max_completion_length}
+    means = {
+        "seq-mean-token-mean": tokens.lengths,
+        "seq-mean-token-sum": 1,
+        "seq-mean-token-sum-norm": max_completion_length,
+    }
+    of_type = {"dr_grpo": "seq-mean-token-sum-norm", "luspo": "seq-mean-token-sum"}
+    of_type |= dict.fromkeys(("grpo", "sapo", "gmpo"), "seq-mean-token-mean")
+    mode = loss_agg_mode or of_type.get(loss_type)
     bonus = entropy_coef * tokens.entropy * high_entropy if entropy_coef else torch.zeros_like(logps)
-    if loss_type in divisors:
-        losses, bonus = (losses / divisors[loss_type]).sum(1), bonus.sum(1)
+    losses = losses * mask
+    if mode in means:
+        losses, bonus = (losses / means[mode]).sum(1), bonus.sum(1)
         count = losses.numel()
     else:
         losses, bonus = tokens.as_given(losses), tokens.as_given(bonus)
@@ -294,6 +423,8 @@ def rloo(
     advantages: Tensor,  # (B,)
     mask: Tensor | None = None,  # as targets
     old_logps: Tensor | None = None,  # (B,), or as targets
+    sampling_logps: Tensor | None = None,  # as targets
+    sampler_correction=None,
     num_items: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     epsilon: float = 0.2,
@@ -321,6 +452,16 @@ def rloo(
     losses, flags = _clipped_surrogate(
         ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high
     )
+    if corrections := _given(sampler_correction):
+        sampled, counted = tokens.per_token(sampling_logps), tokens.counted
+        if old_logps.shape[1] == 1:  # sums
+            sampled = (sampled * counted).sum(1, keepdim=True)
+            one = counted.any(1, keepdim=True)
+            length = tokens.lengths if corrections[0].level == "geometric" else 1
+            weights = sampler_weights(corrections, old_logps / length, sampled / length, one)
+        else:
+            weights = sampler_weights(corrections, old_logps, sampled, counted)
+        losses = losses * weights
     losses = losses.squeeze(1)
 
     metrics = {
@@ -342,6 +483,10 @@ def reinforce(
     *,
     advantages: Tensor,  # (B,), or as targets
     mask: Tensor | None = None,  # as targets
+    old_logps: Tensor | None = None,  # as targets
+    sampling_logps: Tensor | None = None,  # as targets
+    old_kl_coef: float = 0.0,
+    sampler_correction=None,
     num_items: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     reduction: str = "mean",
@@ -349,14 +494,20 @@ def reinforce(
     **head,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The policy gradient's own loss, `1 / N Σ_t -A_t logp_t` over the `N` tokens that count:
-    `(loss, metrics, logps)`.
+    `(loss, metrics, logps)`. With `old_kl_coef`, DRO's, `+ old_kl_coef (logp - old_logp)² / 2`.
 
     References:
         Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning",
         1992.
     """
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
-    losses = tokens.as_given(-tokens.per_sequence_or_token(advantages) * tokens.logps)
+    losses = -tokens.per_sequence_or_token(advantages) * tokens.logps
+    old_logps = tokens.logps.detach() if old_logps is None else tokens.per_token(old_logps)
+    if corrections := _given(sampler_correction):
+        sampled = tokens.per_token(sampling_logps)
+        losses = losses * sampler_weights(corrections, old_logps, sampled, tokens.counted)
+    log_ratio = (tokens.logps - old_logps).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    losses = tokens.as_given(losses + old_kl_coef * log_ratio**2 / 2)
 
     if reduction == "mean":
         losses = ratio_of(losses.sum(), tokens.mask.sum() if num_items is None else num_items)

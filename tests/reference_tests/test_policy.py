@@ -38,7 +38,8 @@ def by_hand(loss="grpo", *, hidden=HIDDEN, **options):
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-KL_TO = {"beta": 0.1, "ref_logps": OLD}
+KL_CORRECTED = {"beta": 0.1, "ref_logps": OLD}
+KL_TO = KL_CORRECTED | {"use_bias_correction_kl": False}
 OF_TOKENS, OF_SEQUENCES = torch.tensor([[0.5, 2.0], [3.0, 9.0]]), torch.tensor([[0.5], [2.0]])
 # Per-token loss terms -min(r A, clip(r) A): -1.2 (r = 1.5 clipped to 1.2), -0.5 (r = 0.5), and 1.6 = 2 * 0.8
 # (r = 0.5 clipped to 0.8). Sequence-level ratios: sqrt(3/4), inside the clip range, and 1/2, clipped to 0.8.
@@ -79,7 +80,7 @@ GRPO = {
     "on policy": ({"old_logps": None}, (-1 - 1 + 2) / 3),
     "kl": (KL_TO, (SUM + 0.1 * (KL[0] + 2 * KL[1])) / 3),
     "kl, corrected": (
-        KL_TO | {"use_bias_correction_kl": True},
+        KL_CORRECTED,
         (SUM + 0.1 * (1.5 * KL[0] + 2 * 0.5 * KL[1])) / 3,
     ),
     "entropy of tokens": ({"entropy_coef": 0.3, "loss_type": "luspo"}, SUM / 2 - 0.3 * ENTROPY),
@@ -137,7 +138,7 @@ def test_high_entropy_tokens_by_hand():
 
 def test_high_entropy_leaves_the_kl():
     hidden = torch.tensor([[[0.0], [1.0]], [[2.0], [0.0]]], dtype=torch.float64)
-    loss, *_ = by_hand(hidden=hidden, top_entropy_quantile=0.0, beta=0.1, ref_logps=OLD)
+    loss, *_ = by_hand(hidden=hidden, top_entropy_quantile=0.0, **KL_TO)
     assert loss.item() == pytest.approx((-1.0 + 0.1 * (KL[1] + 5 - math.log(5) - 1)) / 3)
 
 
@@ -167,7 +168,7 @@ METRICS = {
     ),
     "vespo": ({"loss_type": "vespo"}, {"vespo/phi_seq_mean": (phi(0.75, 2, 3) + phi(0.5, 3, 2)) / 2}),
     "kl": (KL_TO, {"kl": (KL[0] + 2 * KL[1]) / 3}),
-    "kl, corrected": (KL_TO | {"use_bias_correction_kl": True}, {"kl": (1.5 * KL[0] + KL[1]) / 3}),
+    "kl, corrected": (KL_CORRECTED, {"kl": (1.5 * KL[0] + KL[1]) / 3}),
     # The metrics look at the ratio that delta bounds, importance_ratio does not.
     "delta": ({"delta": 1.1}, {"clip_ratio/high_mean": 0}),
 }
@@ -266,7 +267,13 @@ def test_kl_is_bounded_above_only():
     hidden = HIDDEN[:1, :1].clone().requires_grad_()
     for d, expected, slope in ((100, math.exp(80) - 81, 0), (-100, 99, 1), (1, math.e - 2, 1 - math.e)):
         value, *_ = reference.grpo(
-            hidden, WEIGHT, TARGETS[:1, :1], advantages=tensor([0]), beta=1.0, ref_logps=tensor([[LP[0] + d]])
+            hidden,
+            WEIGHT,
+            TARGETS[:1, :1],
+            advantages=tensor([0]),
+            beta=1.0,
+            ref_logps=tensor([[LP[0] + d]]),
+            use_bias_correction_kl=False,
         )
         assert value.item() == pytest.approx(expected)
         (grad,) = torch.autograd.grad(value, hidden)

@@ -19,6 +19,8 @@ from logitless import (
     MedusaHeads,
     MedusaLoss,
     ORPOLoss,
+    REINFORCELoss,
+    SamplerCorrection,
     SpeculatorLoss,
     Term,
     TokenLoss,
@@ -75,6 +77,24 @@ def train(hidden: Tensor, head: nn.Linear, targets: Tensor, other: Tensor) -> Te
         + GRPOLoss(loss_type="dapo", beta=0.1)(
             hidden, weight, targets, advantages=other, ref_hidden=hidden, ref_weight=weight, old_logps=other
         ).loss
+    )
+    icepop = SamplerCorrection(action="mask", low=0.5, high=5.0)
+    corrected = GRPOLoss(
+        trust_region="binary_tv",
+        loss_agg_mode="token-mean",
+        kl_estimator="k3+",
+        kl_max=10.0,
+        beta=0.001,
+        sampler_correction=(icepop, SamplerCorrection(level="geometric", action="reject", low=0.9)),
+    )
+    factors = icepop.weights(other, other)
+    out = corrected(
+        hidden, weight, targets, advantages=other, old_logps=other, sampling_logps=factors, ref_logps=other
+    )
+    total = total + out.loss
+    total = (
+        total
+        + REINFORCELoss(old_kl_coef=0.1)(hidden, weight, targets, advantages=other, old_logps=other).loss
     )
     total = (
         total

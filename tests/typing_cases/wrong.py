@@ -17,6 +17,7 @@ from logitless import (
     ORPOLoss,
     REINFORCELoss,
     RLOOLoss,
+    SamplerCorrection,
     SimPOLoss,
     SpeculatorLoss,
     Term,
@@ -36,7 +37,13 @@ def wrong(x: Tensor, head: nn.Linear, t: Tensor) -> None:
     GRPOLoss()(x, x, t)  # wrong
     GRPOLoss(loss_type="gspo")  # wrong
     GRPOLoss()(x, x, t, advantages=x, ref_logp=x)  # wrong
+    GRPOLoss(trust_region="dppo_tv")  # wrong
+    GRPOLoss(kl_estimator="low_var_kl")  # wrong
+    GRPOLoss(loss_agg_mode="token_mean")  # wrong
+    GRPOLoss(sampler_correction="tis")  # wrong
+    SamplerCorrection(level="seq_sum")  # wrong
     RLOOLoss()(x, x, t, advantages=x, maks=x)  # wrong
+    REINFORCELoss()(x, x, t, advantages=x, old_logp=x)  # wrong
     REINFORCELoss()(x, x, t, advantage=x)  # wrong
     KTOLoss()(x, x, t, labels=[True, False])  # wrong
     CrossEntropyLoss()(x, x, t, class_weight=x)  # wrong
