@@ -17,7 +17,7 @@ from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.declarations import without_labels
-from logitless.losses.divergences import DIVERGENCES, log_of_others
+from logitless.losses.divergences import DIVERGENCES, PARTIAL, TOPK_MODES, log_of_others
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support
 from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
@@ -29,8 +29,9 @@ COSINE = "cosine"
 # Lower bound of the norm of a row of logits before division, as in torch.nn.functional.normalize.
 TINY = 1e-12
 NAMES = (*DIVERGENCES, COSINE)
-Divergence = Literal["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"]
-TOPK_MODES = ("tail", "renormalize")
+Divergence = Literal[
+    "jsd", "forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "total_variation", "cosine"
+]
 # Arguments of a teacher that is passed as hidden states and head.
 TEACHER = ("teacher_hidden", "teacher_weight", "teacher_bias")
 
@@ -44,21 +45,25 @@ class DistillationLoss(LogitsLoss):
 
     `soft` is one of these divergences:
 
-        jsd              beta KL(t||m) + (1 - beta) KL(s||m), m = beta t + (1 - beta) s
-        forward_kl       KL(t||s)
-        reverse_kl       KL(s||t)
-        skewed_kl        KL(t||skew_alpha t + (1 - skew_alpha) s)
-        total_variation  1/2 sum |s - t|
-        cosine           1 - cos of the logits
+        jsd                beta KL(t||m) + (1 - beta) KL(s||m), m = beta t + (1 - beta) s
+        forward_kl         KL(t||s)
+        reverse_kl         KL(s||t)
+        skewed_kl          KL(t||skew_alpha t + (1 - skew_alpha) s)
+        skewed_reverse_kl  KL(s||skew_alpha s + (1 - skew_alpha) t)
+        total_variation    1/2 sum |s - t|
+        cosine             1 - cos of the logits
 
     Args:
         divergence: the name of the divergence.
         beta: weight of the teacher in the mixture of "jsd", in [0, 1]. As in TRL, beta=0 is KL(t||s) and
             beta=1 is KL(s||t).
-        skew_alpha: weight of the teacher in the mixture of "skewed_kl", in [0, 1].
+        skew_alpha: weight of the teacher in the mixture of "skewed_kl", and of the student in that of
+            "skewed_reverse_kl" (DistiLLM), in [0, 1].
         hard_loss_weight: weight of the cross-entropy, in [0, 1]. The cross-entropy uses temperature 1.
         topk_mode: for a divergence over k ids per token. "tail" adds one entry with the probability of all
-            other ids; "renormalize" normalizes both distributions over the k ids.
+            other ids; "renormalize" normalizes both distributions over the k ids. "partial", for "forward_kl"
+            and "reverse_kl", sums over the k ids alone: both distributions stay normalized over the whole
+            vocabulary (verl's `forward_kl_topk`).
         support: the ids of each token over which the divergence is computed: the k most probable ids of the
             "teacher" or of the "student", or the "union" of both. None: the whole vocabulary, or the ids of
             `teacher_logprobs_topk`.
@@ -111,7 +116,7 @@ class DistillationLoss(LogitsLoss):
     beta: float = 0.5
     skew_alpha: float = 0.1
     hard_loss_weight: float = 0.0
-    topk_mode: Literal["tail", "renormalize"] = "tail"
+    topk_mode: Literal["tail", "renormalize", "partial"] = "tail"
     support: Literal["teacher", "student", "union"] | None = None
     k: int | None = None
     shared_vocabulary: int | None = None
@@ -129,6 +134,8 @@ class DistillationLoss(LogitsLoss):
         super().__post_init__()
         check_choice("divergence", self.divergence, NAMES)
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
+        if self.topk_mode == "partial":
+            check_partial(self.divergence)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise value_error(
@@ -159,7 +166,8 @@ class DistillationLoss(LogitsLoss):
             z, t = z / batch.norm(z).clamp(min=TINY), t / batch.norm(t).clamp(min=TINY)
             soft = 0.5 * (z - t).square().sum(-1)
         else:
-            soft = DIVERGENCES[self.divergence](self, student, teacher)
+            divergences = DIVERGENCES if batch.topk_ids is None else TOPK_MODES[self.topk_mode]
+            soft = divergences[self.divergence](self, student, teacher)
         soft = batch.summed(soft)
         hard = top1 = torch.zeros_like(soft)
         if batch.labels is not None:
@@ -248,6 +256,10 @@ class DistillationLoss(LogitsLoss):
             )
         if call.targets is None:
             call.loss = without_labels(self)
+        if self.topk_mode == "partial" and topk is None and self.support is None:
+            expected = "'tail' or 'renormalize' for a divergence over the whole vocabulary"
+            remedy = "set support and k, or pass teacher_logprobs_topk"
+            raise value_error("topk_mode", expected, "'partial'", remedy)
         if self.support in SUPPORTS:
             call.loss = on_support(call.loss, teacher_is_topk=topk is not None)
         call.inputs["labels"] = call.targets
@@ -319,6 +331,13 @@ class JSDLoss(DistillationLoss):
     """
 
 
+def check_partial(divergence: str) -> None:
+    """Raise ValueError unless the divergence is defined for distributions that do not sum to 1."""
+    if divergence not in PARTIAL:
+        expected = f"one of {', '.join(map(repr, PARTIAL))} with topk_mode='partial'"
+        raise value_error("divergence", expected, repr(divergence), "use topk_mode='tail' or 'renormalize'")
+
+
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of student and teacher over the teacher's k ids.
 
@@ -326,14 +345,16 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
         student: (n, V) log-probabilities.
         values: (n, k) log-probabilities of the teacher; -inf marks an empty slot.
         ids: (n, k) the teacher's ids.
-        mode: "renormalize": both are normalized over the k ids, (n, k). "tail": both get one more entry with
-            the log-probability of all other ids, (n, k + 1).
+        mode: "renormalize": both are normalized over the k ids, (n, k). "partial": both are as they are.
+            "tail": both get one more entry with the log-probability of all other ids, (n, k + 1).
     """
     filled = values > -torch.inf
     teacher = torch.where(filled, values.to(student.dtype), MIN_LOGPROB)
     picked = torch.where(filled, student.gather(-1, ids), MIN_LOGPROB)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
+    if mode == "partial":
+        return picked, teacher
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
     student_rest = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
     teacher_rest = log_of_others(teacher, values.dtype)

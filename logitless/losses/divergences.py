@@ -22,7 +22,26 @@ DIVERGENCES: Mapping[str, Callable[[DivergenceOptions, Tensor, Tensor], Tensor]]
     "forward_kl": lambda loss, student, teacher: kernels.kl(teacher, student),
     "reverse_kl": lambda loss, student, teacher: kernels.kl(student, teacher),
     "skewed_kl": lambda loss, student, teacher: kernels.skewed_kl(student, teacher, loss.skew_alpha),
+    "skewed_reverse_kl": lambda loss, student, teacher: kernels.skewed_kl(teacher, student, loss.skew_alpha),
     "total_variation": lambda loss, student, teacher: 0.5 * (student.exp() - teacher.exp()).abs().sum(-1),
+}
+
+
+def plain_kl(logp: Tensor, logq: Tensor) -> Tensor:
+    """sum p log p/q of rows that do not sum to 1. `kernels.kl` adds q - p, whose sum is not 0 there."""
+    return (logp.exp() * (logp - logq)).sum(-1)
+
+
+# The divergences over k ids without their tail, topk_mode="partial".
+PARTIAL: Mapping[str, Callable[[DivergenceOptions, Tensor, Tensor], Tensor]] = {
+    "forward_kl": lambda loss, student, teacher: plain_kl(teacher, student),
+    "reverse_kl": lambda loss, student, teacher: plain_kl(student, teacher),
+}
+# topk_mode -> the divergences over k ids.
+TOPK_MODES: Mapping[str, Mapping[str, Callable]] = {
+    "tail": DIVERGENCES,
+    "renormalize": DIVERGENCES,
+    "partial": PARTIAL,
 }
 
 

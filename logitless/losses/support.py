@@ -16,7 +16,7 @@ from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.declarations import cached_loss
-from logitless.losses.divergences import DIVERGENCES, log_of_others
+from logitless.losses.divergences import DIVERGENCES, TOPK_MODES, log_of_others
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
 
@@ -110,7 +110,7 @@ class SupportDistillation(LinearLoss):
 
     @property
     def differentiates(self) -> tuple[str, ...]:
-        soft = ("logps",) if self.topk_mode == "renormalize" else ("logps", "rest")
+        soft = ("logps", "rest") if self.topk_mode == "tail" else ("logps",)
         return (*soft, "hard") if self.hard_loss_weight else soft
 
     @property
@@ -136,10 +136,10 @@ class SupportDistillation(LinearLoss):
         student, teacher = (x.clamp(min=MIN_LOGPROB) for x in (stats.logps, stats.teacher_logps))
         if self.topk_mode == "renormalize":
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-        else:
+        elif self.topk_mode == "tail":
             student = torch.cat((student, stats.rest.clamp(min=MIN_LOGPROB)[:, None]), -1)
             teacher = self._with_rest(teacher, stats, batch)
-        soft = DIVERGENCES[self.divergence](self, student, teacher)
+        soft = TOPK_MODES[self.topk_mode][self.divergence](self, student, teacher)
         if self.cancels:
             return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
         weight = self.hard_loss_weight

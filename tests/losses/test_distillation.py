@@ -195,8 +195,17 @@ def topk(values, ids, loss=None):
     return (loss or JSDLoss())(torch.zeros(4, 5), torch.zeros(7, 5), teacher_logprobs_topk=(values, ids))
 
 
+PARTIAL = DistillationLoss(divergence="forward_kl", topk_mode="partial")
 IDS = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
 BAD = {
+    "partial jsd": (
+        lambda: JSDLoss(topk_mode="partial"),
+        "divergence: expected one of 'forward_kl', 'reverse_kl' with",
+    ),
+    "partial of all": (
+        lambda: call(PARTIAL),
+        "topk_mode: expected 'tail' or 'renormalize' for a divergence over",
+    ),
     "tokens": (lambda: call(teacher_hidden=torch.zeros(3, 3)), r"teacher_hidden: expected shape \(4,\)"),
     "no head": (lambda: call(teacher_weight=None), "teacher_weight: expected the teacher's head"),
     "head": (lambda: call(teacher_weight=torch.zeros(7, 4)), "teacher_weight: expected shape"),

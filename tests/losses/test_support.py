@@ -21,7 +21,7 @@ FACTORS = {
     "teacher": list(TEACHERS),
     "support": ["teacher", "student", "union"],
     "divergence": ["forward_kl", "reverse_kl", "jsd"],
-    "topk_mode": ["tail", "renormalize"],
+    "topk_mode": ["tail", "renormalize", "partial"],
     "hard_loss_weight": [0.0, 0.3],
     "temperature": [1.0, 1.7],
     "softcap": [None, 4.0],
@@ -41,6 +41,8 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 def makes_sense(case: dict) -> bool:
     given = str(case.get("teacher", "")).startswith("given")
     if given and case.get("support", "teacher") != "teacher":
+        return False
+    if case.get("topk_mode") == "partial" and case.get("divergence") == "jsd":
         return False
     return not (case.get("hard_loss_weight") and case.get("labels") is False)
 
@@ -171,6 +173,7 @@ def given(tokens, k, V, seed=0):
         ({"support": "teacher", "topk_mode": "tail"}, 3),
         ({"support": "teacher", "topk_mode": "renormalize"}, 0),
         ({"support": "teacher", "topk_mode": "renormalize", "hard_loss_weight": 0.1}, 3),
+        ({"support": "teacher", "topk_mode": "partial", "divergence": "forward_kl"}, 3),
     ],
 )
 def test_products(options, expected):

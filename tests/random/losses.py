@@ -139,7 +139,9 @@ def make_multi_token(w: World) -> Callable:
 def near(w: World) -> dict[str, Tensor]:
     """A reference."""
     kind, S, T, V, H = w.case.inputs.get("reference"), w.S, w.T, w.case.V, w.case.H + 1
-    if "reference_free" in w.options or (w.case.loss == "GRPO" and "beta" not in w.options):
+    if "reference_free" in w.options or (
+        w.case.loss == "GRPO" and not {"beta", "ref_advantage"} & {*w.options}
+    ):
         return {}
     if kind == "tokens":
         return {"ref_logps": w.near_logps("ref_logps", 0.5)}
@@ -220,9 +222,32 @@ def fits_dpo(case: Call) -> bool:
     )
 
 
+def fits_sampler(case: Call) -> bool:
+    """Whether the options have the log-probabilities that they need, and these have an option."""
+    o, i = case.options, case.inputs
+    if case.loss in ("RLOO", "REINFORCE") and ("sampler_correction" in o) != ("sampling_logps" in i):
+        return False
+    if case.loss == "REINFORCE" and "old_logps" in i and not {"old_kl_coef", "sampler_correction"} & {*o}:
+        return False
+    correction = o.get("sampler_correction")
+    per_token = not ("sums" in i and "old_logps" in i) or getattr(correction, "measure", "ratio") == "ratio"
+    return (
+        per_token
+        and ("old_kl_coef" not in o or "old_logps" in i)
+        and (correction is None or "sampling_logps" in i)
+    )
+
+
 def fits_grpo(case: Call) -> bool:
     o, i = case.options, case.inputs
     known = "off_policy_mask_threshold" not in o or "old_logps" in i or "sampling_logps" in i
+    known &= fits_sampler(case) and (
+        o["loss_type"] != "gmpo" or "tokens" not in (i["advantages"], i.get("importance_weights"))
+    )
+    try:
+        ll.GRPOLoss(**o)
+    except ValueError:
+        return False
     # Of two ids, many tokens have the same entropy, and rounding tells which is larger.
     known &= not (one_token(case) and o["loss_type"] == "vespo" and i["advantages"] == "tokens")
     return known and ("top_entropy_quantile" not in o or case.V > 2)
@@ -262,8 +287,13 @@ def distillation(w: World, z: Tensor):
 def fits_distillation(case: Call) -> bool:
     o, i = case.options, case.inputs
     given = i["teacher"] == "topk"
+    partial = o.get("topk_mode") == "partial"
     return (
-        not (o.get("divergence") == "cosine" and (given or "support" in o))
+        not (
+            partial
+            and (o.get("divergence") not in ("forward_kl", "reverse_kl") or not (given or "support" in o))
+        )
+        and not (o.get("divergence") == "cosine" and (given or "support" in o))
         and not (given and (o.get("support", "teacher") != "teacher" or "k" in o))
         and (given or ("support" in o) == ("k" in o))
         and o.get("k", 1) <= case.V - 2 * (i["teacher"] == "smaller")
@@ -436,18 +466,43 @@ DPO_OPTIONS = some(
 )
 REFERENCE = one(reference=("tokens", "sequences", "model"))
 OF_REFERENCES = some(ref_softcap=(30.0, None), ref_logit_scale=[0.5])
-RATIOS = some(delta=(1.1, 2.0), epsilon=[0.1], epsilon_high=[0.3], importance_sampling_level=["sequence"])
+LEVELS = some(importance_sampling_level=("sequence", "sequence_token"))
+BOUNDS = some(delta=(1.1, 2.0), epsilon=[0.1], epsilon_high=[0.3])
+RATIOS = st.one_of(
+    merged(BOUNDS, LEVELS),
+    merged(BOUNDS, LEVELS, one(trust_region=[None])),
+    merged(BOUNDS, one(trust_region=("binary_tv", "binary_kl", "absolute_tv"))),
+)
+MEANS = some(loss_agg_mode=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
 GRPO_TYPES = st.one_of(
-    merged(one(loss_type=("dapo", "grpo", "bnpo", "luspo")), RATIOS),
+    merged(one(loss_type=("dapo", "grpo", "bnpo", "luspo")), RATIOS, MEANS),
     merged(one(loss_type=["dr_grpo"], max_completion_length=[7]), RATIOS),
-    merged(one(loss_type=["cispo"], epsilon_high=(1.5, 5.0)), some(importance_sampling_level=["sequence"])),
-    merged(one(loss_type=["sapo"]), some(sapo_temperature_neg=[2.0], importance_sampling_level=["sequence"])),
-    merged(one(loss_type=["vespo"]), some(vespo_k_pos=[0.5], vespo_lambda_neg=[0.5])),
+    merged(one(loss_type=["cispo"], epsilon_high=(1.5, 5.0)), some(cispo_min=[0.8]), LEVELS, MEANS),
+    merged(one(loss_type=["sapo"]), some(sapo_temperature_neg=[2.0]), LEVELS, MEANS),
+    merged(one(loss_type=["vespo"]), some(vespo_k_pos=[0.5], vespo_lambda_neg=[0.5]), MEANS),
+    one(loss_type=["gmpo"], epsilon=(0.1, 0.4)),
+)
+Correction = ll.SamplerCorrection
+OF_SEQUENCE_RATIOS = (
+    Correction(level="sequence", high=2.0),
+    Correction(level="geometric", action="mask", low=0.9, high=1.2),
+    Correction(level="geometric", action="reject", measure="k3", high=0.01),
+)
+CORRECTIONS = (
+    Correction(high=1.1),
+    (Correction(action="mask", low=0.9), Correction(level="sequence", action="reject", low=0.5, high=2.0)),
+    Correction(action="reject", measure="k2", high=0.01),
+    *OF_SEQUENCE_RATIOS,
 )
 GRPO_OPTIONS = some(
     beta=[0.1],
+    kl_estimator=("k1", "k2", "abs", "k3+", "k1+"),
+    kl_max=(0.1, 1.0),
     entropy_coef=[0.1],
-    use_bias_correction_kl=[True],
+    use_bias_correction_kl=[False],
+    old_kl_coef=[0.2],
+    ref_advantage=(0.5, -1.0),
+    sampler_correction=CORRECTIONS,
     top_entropy_quantile=(0.5, 0.1),
     off_policy_mask_threshold=[0.05],
 )
@@ -465,11 +520,11 @@ CPO_OPTIONS = some(
     logits_over=["position"],
 )
 DIVERGENCES = some(
-    divergence=("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"),
+    divergence=("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "total_variation", "cosine"),
     beta=(0.0, 0.1, 1.0),
     skew_alpha=(0.0, 0.5, 1.0),
     hard_loss_weight=(0.3, 1.0),
-    topk_mode=["renormalize"],
+    topk_mode=("renormalize", "partial"),
     support=("teacher", "student", "union"),
     k=(1, 3),
     teacher_softcap=[30.0],
@@ -561,18 +616,20 @@ FAMILIES: dict[str, Family] = {
     "RLOO": Family(
         ll.RLOOLoss,
         of_sequences(reference.rloo),
-        some(epsilon=[0.1], epsilon_high=[0.3]),
-        merged(one(advantages=["sequences"]), some(old_logps=(0.1, 2.0), sums=[True])),
+        some(epsilon=[0.1], epsilon_high=[0.3], sampler_correction=OF_SEQUENCE_RATIOS),
+        merged(one(advantages=["sequences"]), some(old_logps=(0.1, 2.0), sums=[True], sampling_logps=[True])),
         rollout,
         1,
+        fits=fits_sampler,
     ),
     "REINFORCE": Family(
         ll.REINFORCELoss,
         of_sequences(reference.reinforce),
-        some(),
-        one(advantages=("sequences", "tokens")),
+        some(old_kl_coef=[0.2], sampler_correction=CORRECTIONS),
+        merged(one(advantages=("sequences", "tokens")), some(old_logps=(0.1, 2.0), sampling_logps=[True])),
         rollout,
         1,
+        fits=fits_sampler,
     ),
     "distillation": Family(
         ll.DistillationLoss,

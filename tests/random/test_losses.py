@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.random.calls import WRONG_MASKS, Call, Rounding, World
 from tests.random.known import unknown
-from tests.random.losses import DIFFERENCES, FAMILIES, OTHERS, Family, per_token
+from tests.random.losses import CORRECTIONS, DIFFERENCES, FAMILIES, OTHERS, Family, per_token
 from tests.random.search import REPEATED, search
 from tests.support import DEVICE, uncompiled
 
@@ -155,16 +155,33 @@ FORMULAS = (
     *(("GRPO", {"loss_type": kind, **CLIPPED}) for kind in ("dapo", "grpo", "bnpo", "luspo")),
     ("GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence", **CLIPPED}),
     ("GRPO", {"loss_type": "dr_grpo", "max_completion_length": 7, "entropy_coef": 0.1}),
-    ("GRPO", {"loss_type": "cispo", "epsilon_high": 1.5, "beta": 0.1, "use_bias_correction_kl": True}),
+    ("GRPO", {"loss_type": "cispo", "epsilon_high": 1.5, "beta": 0.1}),
     ("GRPO", {"loss_type": "sapo", "sapo_temperature_neg": 2.0, "top_entropy_quantile": 0.5}),
     ("GRPO", {"loss_type": "vespo", "vespo_k_pos": 0.5, "vespo_lambda_neg": 0.5}),
     ("GRPO", {"loss_type": "grpo", "entropy_coef": 0.1, "reduction": "none"}),
     ("GRPO", {"loss_type": "dapo", "off_policy_mask_threshold": 0.05}),
+    *(
+        (
+            "GRPO",
+            {"loss_type": "dapo", "trust_region": region, "epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.5},
+        )
+        for region in ("binary_tv", "binary_kl", "absolute_tv", None)
+    ),
+    ("GRPO", {"loss_type": "gmpo", "epsilon": 0.4}),
+    ("GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence_token", "ref_advantage": 0.5}),
+    ("GRPO", {"loss_type": "dapo", "sampler_correction": CORRECTIONS[1], "old_kl_coef": 0.2}),
     ("PPO", {"epsilon": 0.1, "epsilon_high": 0.3, "entropy_coef": 0.1}),
     ("RLOO", {"epsilon": 0.1, "epsilon_high": 0.3}),
     *(
         ("distillation", {"divergence": kind, "skew_alpha": 0.3, "hard_loss_weight": 0.3, "temperature": 2.0})
-        for kind in ("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine")
+        for kind in (
+            "forward_kl",
+            "reverse_kl",
+            "skewed_kl",
+            "skewed_reverse_kl",
+            "total_variation",
+            "cosine",
+        )
     ),
     *(("distillation", {"divergence": "jsd", "beta": beta}) for beta in (0.0, 0.1, 0.5, 1.0)),
 )
@@ -186,6 +203,10 @@ def test_every_formula(name, options):
     case = Call(
         loss=name, options=options, inputs=inputs, **sizes, dtype=torch.float64, peak=4.0, ignored=0.2, seed=1
     )
+    if options.get("loss_type") == "gmpo":
+        case = replace(case, inputs=inputs | {"advantages": "sequences"})
+    if "sampler_correction" in options:
+        case = replace(case, inputs=inputs | {"sampling_logps": True})
     assert fits(case)
     check(case)
 

@@ -50,6 +50,7 @@ def distillation(
         forward_kl       KL(t||s)
         reverse_kl       KL(s||t)
         skewed_kl        KL(t||m),  m = α t + (1 - α) s
+        skewed_reverse_kl  KL(s||m),  m = α s + (1 - α) t
         total_variation  1/2 Σ_v |t_v - s_v|
         cosine           1 - cos(z_s, z_t), of the logits; the temperature cancels
 
@@ -61,7 +62,8 @@ def distillation(
 
     A teacher known by its k best ids, `teacher_logprobs_topk` at `temperature` and in any order, makes `s`
     and `t` distributions over these ids and one bucket for all others ("tail"), or over these ids alone,
-    renormalized ("renormalize"). A value of -inf marks an empty slot. The teacher's tail `1 - Σ exp(values)`
+    renormalized ("renormalize"); "partial" sums over these ids, and renormalizes nothing. A value of -inf
+    marks an empty slot. The teacher's tail `1 - Σ exp(values)`
     is at least eps, fp32's for values in a narrower dtype: below it is rounding and may be negative.
 
     The metrics are means over the tokens that count: "soft_loss", "hard_loss" (nll), "entropy" of the student
@@ -113,9 +115,15 @@ def distillation(
         "forward_kl": lambda: kl(teacher, student),
         "reverse_kl": lambda: kl(student, teacher),
         "skewed_kl": lambda: kl_to_mixture(teacher, student, 1 - skew_alpha),
+        "skewed_reverse_kl": lambda: kl_to_mixture(student, teacher, 1 - skew_alpha),
         "total_variation": lambda: (teacher.exp() - student.exp()).abs().sum(-1) / 2,
         "cosine": lambda: cosine_distance(logits, teacher_logits),
-    }[divergence]()
+    }[divergence]
+    if topk_mode == "partial":
+        p, q = (teacher, student) if divergence == "forward_kl" else (student, teacher)
+        soft = (p.exp() * (p - q)).sum(-1)
+    else:
+        soft = soft()
 
     counted = torch.ones_like(soft, dtype=torch.bool) if mask is None else mask != 0
     hard, correct = torch.zeros_like(soft), torch.zeros_like(counted)
@@ -162,6 +170,8 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     picked = student.gather(-1, ids).masked_fill(~given, MIN_LOGPROB)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
+    if mode == "partial":
+        return picked, teacher
     covered = torch.zeros_like(student).scatter_add(-1, ids, given.to(student.dtype)) > 0
     student_tail = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
     teacher_tail = (-teacher.logsumexp(-1, keepdim=True).clamp(max=-rounding).expm1()).log()
@@ -183,6 +193,8 @@ def on_kept_ids(logprobs: Tensor, kept: Tensor, mode: str) -> Tensor:
     chosen = shared.masked_fill(~kept, MIN_LOGPROB)
     if mode == "renormalize":
         return chosen.log_softmax(-1)
+    if mode == "partial":
+        return chosen
     others = torch.cat([shared.masked_fill(kept, MIN_LOGPROB), logprobs[..., kept.shape[-1] :]], -1)
     return torch.cat([chosen, others.logsumexp(-1, keepdim=True)], -1)
 
@@ -205,7 +217,7 @@ def kl(logp: Tensor, logq: Tensor, ratio: Tensor | None = None) -> Tensor:
 def kl_to_mixture(logp: Tensor, logq: Tensor, share: float) -> Tensor:
     """`KL(p||m)` with `m = (1 - share) p + share q`."""
     if share in (0, 1):
-        return kl(logp, logq if share else logp)
+        return kl(logp, logq if share else logp) + 0 * logq.exp().sum(-1)
     # log m - log p is log1p(share * expm1(x)), or what x > 0 needs not to overflow, x + log1p((1 - share) *
     # expm1(-x)). Unlike the difference of the two logarithms it is exactly 0 where p = q.
     x = logq - logp

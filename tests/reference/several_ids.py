@@ -55,8 +55,9 @@ def support_divergence(
     """(N,) divergences over the ids that student or teacher rate best, each once.
 
     "tail": the distributions over these ids and one event more, that of all others. "renormalize": those
-    conditional on these ids. Forward KL is KL(t||s), reverse KL is KL(s||t), JSD is
-    beta KL(t||m) + (1 - beta) KL(s||m) with m = beta t + (1 - beta) s.
+    conditional on these ids. "partial": the sums over these ids alone, normalized over all. Forward KL is
+    KL(t||s), reverse KL is KL(s||t), JSD is beta KL(t||m) + (1 - beta) KL(s||m) with m = beta t +
+    (1 - beta) s.
     """
     values = []
     for n, row in enumerate(student):
@@ -79,7 +80,7 @@ def support_divergence(
         s, others = log_s[ids], [v for v in range(len(log_s)) if v not in ids]
         if topk_mode == "renormalize":
             s, t = s.log_softmax(-1), t.log_softmax(-1)
-        else:
+        elif topk_mode == "tail":
             s = torch.cat((s, log_s[others].logsumexp(-1)[None]))
             t = torch.cat((t, t_rest[None])).log_softmax(-1)
         values.append(_divergence(divergence, s, t, beta))

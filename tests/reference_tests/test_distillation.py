@@ -113,6 +113,26 @@ def test_the_ends_of_the_skewed_kl(skew_alpha, divergence):
     assert two_tokens(divergence="skewed_kl", skew_alpha=skew_alpha)[0].tolist() == expected
 
 
+def test_skewed_reverse_kl_by_hand():
+    """Student and teacher are exchanged; at 0 it is the reverse KL, at 1 it is 0."""
+    options = {"divergence": "skewed_reverse_kl"}
+    expected = [kl_by_hand(s, mixed(t, s, 0.1)) for s, t in zip(STUDENT, TEACHER)]
+    assert two_tokens(**options)[0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert (
+        two_tokens(**options, skew_alpha=0.0)[0].tolist() == two_tokens(divergence="reverse_kl")[0].tolist()
+    )
+    assert two_tokens(**options, skew_alpha=1.0)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_partial_topk_by_hand(divergence):
+    """Of the student's four probabilities the two at the teacher's ids; nothing is renormalized."""
+    student, teacher = [(1 / 2, 1 / 8), (1 / 5, 3 / 10)], [(1 / 3, 1 / 2), (1 / 10, 1 / 5)]
+    loss, _ = two_tokens(FOUR, teacher_logprobs_topk=BEST, topk_mode="partial", divergence=divergence)
+    pairs = zip(teacher, student) if divergence == "forward_kl" else zip(student, teacher)
+    assert loss.tolist() == pytest.approx([kl_by_hand(p, q) for p, q in pairs], rel=1e-12)
+
+
 def test_softcaps_by_hand():
     """Each model has its own cap, and its logits go through it before the temperature."""
     student = [2 * math.tanh(math.log(odds) / 2) / 0.5 for odds in STUDENT[0]]

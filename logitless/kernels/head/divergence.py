@@ -101,7 +101,8 @@ def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
         return kl(teacher, student)
     student, teacher = student.clamp(min=MIN_LOGPROB), teacher.clamp(min=MIN_LOGPROB)
     if alpha == 1.0:
-        return (0.0 * student).sum(-1)
+        # Either may be the one that is differentiated.
+        return (0.0 * (student + teacher)).sum(-1)
     _, to_teacher = mixture(student, teacher, alpha)
     t = teacher.exp()
     return kl_terms(t, torch.lerp(student.exp(), t, alpha), to_teacher).sum(-1)
