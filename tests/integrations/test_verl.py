@@ -3,6 +3,9 @@
 import importlib
 import re
 import sys
+from dataclasses import asdict
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -12,7 +15,9 @@ import yaml
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from logitless import GRPOLoss, PPOLoss, REINFORCELoss, SamplerCorrection
 from logitless.integrations import verl as module
+from logitless.integrations import verl_losses as losses
 from tests.integrations.support import (
     PAGE,
     at,
@@ -147,6 +152,136 @@ def with_megatrons_gather() -> dict[str, Tensor]:
         return on_a_rank(True, lambda x, group, summed: gather(x, group, summed, None, False))
 
 
+# Losses by verl's config.
+
+DPPO = {"policy_loss": {"loss_mode": "dppo_tv"}}
+CONFIGS = {
+    "vanilla": ({}, PPOLoss(delta=3.0, epsilon_high=0.2, loss_agg_mode="token-mean")),
+    "gspo": (
+        {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
+        PPOLoss(
+            importance_sampling_level="sequence_token",
+            epsilon=3e-4,
+            epsilon_high=4e-4,
+            loss_agg_mode="token-mean",
+        ),
+    ),
+    "sapo": (
+        {"policy_loss": {"loss_mode": "sapo"}, "tau_neg": 2.0},
+        GRPOLoss(loss_type="sapo", sapo_temperature_neg=2.0),
+    ),
+    "dro": ({"policy_loss": {"loss_mode": "dro", "dro_beta": 0.1}}, REINFORCELoss(old_kl_coef=0.1)),
+    "geo_mean": (
+        {"policy_loss": {"loss_mode": "geo_mean"}, "clip_ratio": 0.4},
+        GRPOLoss(loss_type="gmpo", epsilon=0.4, epsilon_high=0.4),
+    ),
+    "sums": ({"loss_agg_mode": "token-sum"}, PPOLoss(delta=3.0, epsilon_high=0.2, reduction="sum")),
+    "norm": (
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 100},
+        PPOLoss(
+            delta=3.0, epsilon_high=0.2, loss_agg_mode="seq-mean-token-sum-norm", max_completion_length=100
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_of_a_config(name):
+    actor, expected = CONFIGS[name]
+    options = asdict(losses.policy_loss(actor))
+    assert options == asdict(expected)
+    # verl's dataclasses have attributes.
+    made = {key: SimpleNamespace(**x) if isinstance(x, dict) else x for key, x in actor.items()}
+    assert asdict(losses.policy_loss(SimpleNamespace(**made))) == options
+
+
+def test_the_corrections_of_a_config():
+    def of(**options):
+        return losses.policy_loss(DPPO, options).sampler_correction
+
+    assert of() is None and of(rollout_rs="token_k1", rollout_rs_threshold="2.0") is None
+    assert of(rollout_is="token") == SamplerCorrection(high=2.0)
+    icepop = SamplerCorrection(level="sequence", action="mask", low=0.5, high=5.0)
+    assert of(rollout_is="sequence", rollout_is_threshold="0.5_5.0") == icepop
+    # In the bypass mode the ratio of PPO corrects; REINFORCE is corrected from the policy itself.
+    bypass = {"rollout_is": "token", "bypass_mode": True}
+    assert losses.policy_loss({}, bypass).sampler_correction is None
+    reinforce = losses.policy_loss({}, bypass | {"loss_type": "reinforce"})
+    assert isinstance(reinforce, REINFORCELoss) and reinforce.sampler_correction == SamplerCorrection(
+        high=2.0
+    )
+    assert losses.rejections(None) == ()
+    two = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "2.0,0.01"}
+    assert losses.rejections(two) == (
+        SamplerCorrection(action="reject", low=0.5, high=2.0),
+        SamplerCorrection(level="geometric", action="reject", measure="k3", high=0.01),
+    )
+
+
+KL = {"use_kl_loss": True}
+REFUSED = [
+    ({"policy_loss": {"loss_mode": "kl_cov"}}, {}, "policy_loss.loss_mode: .*docs/losses.md has kl_cov"),
+    ({"policy_loss": {"loss_mode": "ppo"}}, {}, "policy_loss.loss_mode: expected one of 'vanilla'"),
+    ({"clip_ratio_c": 1.1}, {}, "clip_ratio_c: expected at least 1 \\+ clip_ratio_high = 1.2"),
+    ({"policy_loss": {"loss_mode": "dro"}}, {}, "policy_loss.dro_beta: expected a positive"),
+    (
+        {"policy_loss": {"loss_mode": "gpg"}, "loss_agg_mode": "seq-mean-token-mean"},
+        {},
+        "loss_agg_mode: expected",
+    ),
+    ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {}, "loss_scale_factor: expected a number"),
+    (KL | {"policy_loss": {"loss_mode": "gpg"}}, {}, "use_kl_loss: expected false for gpg"),
+    (
+        KL | {"policy_loss": {"loss_mode": "sapo"}},
+        {},
+        "use_kl_loss: expected false for sapo with loss_agg_mode token",
+    ),
+    (KL | {"kl_loss_type": "full"}, {}, "kl_loss_type: expected one of 'kl'"),
+    (
+        {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
+        {},
+        "entropy_coeff: expected 0 for vanilla",
+    ),
+    (
+        {},
+        {"rollout_is": "token", "rollout_is_batch_normalize": True},
+        "rollout_correction.rollout_is_batch_norm",
+    ),
+    ({}, {"rollout_is": "geometric"}, "rollout_correction.rollout_is: expected one of 'token', 'sequence'"),
+    (
+        {"policy_loss": {"loss_mode": "dro", "dro_beta": 0.1}},
+        {"rollout_is": "token"},
+        "rollout_correction.rollout_is: .*penalty",
+    ),
+    (
+        {"policy_loss": {"loss_mode": "geo_mean"}},
+        {"rollout_is": "token"},
+        "rollout_correction.rollout_is: .*geometric",
+    ),
+]
+
+
+@pytest.mark.parametrize(("actor", "correction", "message"), REFUSED)
+def test_configs_that_are_refused(actor, correction, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        losses.policy_loss(actor, correction)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1.0},
+            "rollout_correction.rollout_rs: expected token",
+        ),
+        ({"rollout_rs": "token_k1"}, "rollout_correction.rollout_rs_threshold: expected"),
+    ],
+)
+def test_rejections_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        losses.rejections(options)
+
+
 # From here on: verl itself.
 
 
@@ -160,6 +295,152 @@ def verl():
     for name in set(sys.modules) - before:
         if name.split(".")[0] == "verl":
             del sys.modules[name]
+
+
+def module_with(name: str, **attributes: object) -> None:
+    """Put a module into `sys.modules` in the place of one that needs more than verl's wheel."""
+    found = sys.modules[name] = ModuleType(name)
+    vars(found).update(attributes)
+
+
+class ActorConfig(SimpleNamespace):
+    """The attributes of verl's dataclass that the losses read."""
+
+    global_batch_info: ClassVar = {}
+
+    def get(self, name: str, default=None):
+        return getattr(self, name, default)
+
+
+@pytest.fixture
+def core(verl, monkeypatch):
+    """verl's losses: `core_algos`, and the helper of rollout corrections."""
+    for name in ("tensordict", "omegaconf"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    hollow("verl.trainer", "verl.trainer.ppo", "verl.workers")
+    module_with("tensordict", TensorDict=object)
+    module_with("omegaconf", DictConfig=dict)
+    module_with("verl.protocol", DataProto=object)
+    module_with("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {}))
+    module_with("verl.trainer.config.algorithm", RolloutCorrectionConfig=object)
+    module_with("verl.workers.config", ActorConfig=ActorConfig)
+    module_with("verl.workers.config.actor", PolicyLossConfig=object)
+    vars(sys.modules["verl.utils"]).update(as_torch_index=None, group_mean_std=None)
+    yield importlib.import_module("verl.trainer.ppo.core_algos")
+    for name in ("tensordict", "omegaconf"):
+        sys.modules.pop(name, None)
+
+
+def rollout_in_fp64(spread: float) -> SimpleNamespace:
+    make = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, dtype=torch.float64)
+
+    x = SimpleNamespace(hidden=random(4, 6, 5), weight=random(30, 5))
+    x.targets = torch.randint(0, 30, (4, 6), generator=make)
+    x.mask = torch.arange(6) < torch.tensor([[6], [4], [1], [5]])
+    logps = (x.hidden @ x.weight.T).log_softmax(-1).gather(-1, x.targets[..., None])[..., 0]
+    x.old = (logps + spread * random(4, 6)).clamp(max=-1e-3)
+    x.sampled, x.ref = x.old + 0.3 * spread * random(4, 6), logps + spread * random(4, 6)
+    x.advantages = random(4)
+    return x
+
+
+def both(x, loss, verls) -> list[tuple[Tensor, Tensor]]:
+    """(ours, verl's): value and gradients."""
+    found = []
+    for call in (
+        lambda h, w: loss(h, w),
+        lambda h, w: verls((h @ w.T).log_softmax(-1).gather(-1, x.targets[..., None])[..., 0]),
+    ):
+        leaves = [x.hidden.clone().requires_grad_(), x.weight.clone().requires_grad_()]
+        value = call(*leaves)
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    return list(zip(*found, strict=True))
+
+
+MODES = {
+    "vanilla": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
+    "gspo": {},
+    "sapo": {},
+    "gpg": {},
+    "geo_mean": {},
+    "cispo": {},
+}
+MODES |= {"dro": {"dro_beta": 0.1}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"])
+def test_losses_are_those_of_verl(core, mode, spread, agg):
+    if agg.startswith("seq") and mode in ("gpg", "dro"):
+        pytest.skip("REINFORCELoss has no mean over sequences")
+    x = rollout_in_fp64(spread)
+    options = {"clip_ratio": 0.2, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+    options |= {"tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": agg}
+    actor = ActorConfig(**options, policy_loss=SimpleNamespace(loss_mode=mode, **MODES[mode]))
+    correction = {} if mode in ("dro", "geo_mean") else {"rollout_is": "token"}
+    loss = losses.policy_loss(actor, correction)
+    weights = SamplerCorrection(high=2.0).weights(x.old, x.sampled, x.mask) if correction else None
+    inputs = {"sampling_logps": x.sampled} if correction else {}
+    if not isinstance(loss, REINFORCELoss) or mode == "dro" or correction:
+        inputs["old_logps"] = x.old
+    advantages = x.advantages[:, None].expand(4, 6)
+
+    def ours(h, w):
+        return loss(h, w, x.targets, mask=x.mask, advantages=x.advantages, **inputs).loss
+
+    def verls(logps):
+        function = core.get_policy_loss_fn(mode)
+        return function(x.old, logps, advantages, x.mask.double(), agg, actor, weights)[0]
+
+    pairs = both(x, ours, verls)
+    for found, expected in pairs[mode.startswith("dppo") :]:  # of DPPO the gradients are equal
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [*losses.ESTIMATORS, *(f"{x}+" for x in losses.ESTIMATORS)])
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+def test_the_kl_is_that_of_verl(core, kind, spread):
+    x = rollout_in_fp64(spread)
+    loss = losses.policy_loss({"use_kl_loss": True, "kl_loss_type": kind, "kl_loss_coef": 1.0})
+    inputs = {"mask": x.mask, "old_logps": x.old, "ref_logps": x.ref, "advantages": torch.zeros(4)}
+
+    def verls(logps):
+        return core.agg_loss(core.kl_penalty(logps, x.ref, kind), x.mask.double(), "token-mean")
+
+    for found, expected in both(x, lambda h, w: loss(h, w, x.targets, **inputs).loss, verls):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [f"{level}_{k}" for level in losses.REJECTED_LEVELS for k in ("k1", "k2", "k3")]
+)
+def test_rejections_are_those_of_verl(core, name):
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    x = rollout_in_fp64(1.0)
+    threshold = "0.95_1.05" if name.endswith("k1") else "0.05"
+    (ours,) = losses.rejections({"rollout_rs": name, "rollout_rs_threshold": threshold})
+    mask, _ = helper.compute_rollout_rejection_mask(x.old - x.sampled, x.mask.double(), name, threshold)
+    found = x.mask & (ours.weights(x.old, x.sampled, x.mask) > 0)
+    assert torch.equal(found, mask.bool()) and 0 < found.sum() < x.mask.sum()
+
+
+@pytest.mark.parametrize("level", losses.CORRECTED_LEVELS)
+@pytest.mark.parametrize("threshold", [2.0, "0.5_5.0"])
+def test_corrections_are_those_of_verl(core, level, threshold):
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    x = rollout_in_fp64(1.0)
+    ours = losses.correction_of({"rollout_is": level, "rollout_is_threshold": threshold})
+    theirs, _ = helper.compute_rollout_correction_weights(
+        x.old - x.sampled, x.mask.double(), level, rollout_is_threshold=threshold
+    )
+    found = ours.weights(x.old, x.sampled, x.mask)
+    torch.testing.assert_close(found[x.mask], theirs[x.mask])
 
 
 def test_names_and_parameters(verl):
