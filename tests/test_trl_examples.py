@@ -38,6 +38,13 @@ def test_tiny_run(name):
     assert (after > before) == rises
 
 
+def test_a_loop_without_a_trainer():
+    """Old log-probabilities, a reference, a correction and an entropy bonus."""
+    output = output_of(example("grpo").main, "--own-loop", "--steps", "8", "--completion-tokens", "16")
+    found = re.search(r"reward ([\d.]+) -> ([\d.]+); fused: .* projected tokens", output)
+    assert found and float(found[2]) > float(found[1]), output[-1000:]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_named_model_and_data(tmp_path, name):
     """As at real size, from a folder; with TRL's own loss, and the model kept."""
