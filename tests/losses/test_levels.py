@@ -103,3 +103,18 @@ def test_gradient_of_a_corrected_kl(level):
     slope = -gap[:, 0].double() * torch.tensor(0.1).double().exp()
     (slope * logps).sum().backward()
     torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_of_a_corrected_kl_of_tokens_in_one_sequence():
+    """With GSPO-token, each token has the derivative -d * ratio, whose ratio is that of the sequence."""
+    weight, gap = WEIGHT.clone().requires_grad_(), torch.tensor([[20.0, 25.0]], device=DEVICE)
+    given = {"old_logps": OLD[None], "ref_logps": LOGPS[None] + gap}
+    loss = GRPOLoss(beta=1.0, importance_sampling_level="sequence_token", reduction="sum")
+    loss(
+        HIDDEN[None], weight, CALL[2][None], advantages=torch.zeros(1, device=DEVICE), **given
+    ).loss.backward()
+    exact = weight.detach().double().requires_grad_()
+    logps = (HIDDEN.double() @ exact.T).log_softmax(-1)[[0, 1], CALL[2]]
+    ratio = (logps.detach() - OLD.double()).mean().exp()
+    (-gap[0].double() * ratio * logps).sum().backward()
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)

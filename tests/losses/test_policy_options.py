@@ -103,11 +103,25 @@ def value_and_gradients(call, operands: tuple, inputs: dict) -> list[torch.Tenso
 
 
 def assert_equal(loss, truth, operands: tuple, inputs: dict, options: dict) -> None:
-    ours = value_and_gradients(lambda *x, **given: loss(*x, **given).loss, operands, inputs)
-    theirs = value_and_gradients(lambda *x, **given: truth(*x, **given, **options)[0], operands, inputs)
-    for name, x, y in zip(("loss", "d_hidden", "d_weight"), ours, theirs, strict=True):
+    """Values, gradients and metrics."""
+    metrics = {}
+
+    def ours(*x, **given):
+        out = loss(*x, **given)
+        metrics["ours"] = out.metrics
+        return out.loss
+
+    def theirs(*x, **given):
+        value, metrics["theirs"], _ = truth(*x, **given, **options)
+        return value
+
+    pairs = zip(value_and_gradients(ours, operands, inputs), value_and_gradients(theirs, operands, inputs))
+    for name, (x, y) in zip(("loss", "d_hidden", "d_weight"), pairs, strict=True):
         assert y.isfinite().all()
         assert (x - y).norm() <= 1e-9 * max(y.norm().item(), 1.0), (name, options)
+    assert metrics["ours"].keys() == metrics["theirs"].keys()
+    for name, x in metrics["theirs"].items():
+        assert metrics["ours"][name].item() == pytest.approx(x.item(), rel=1e-9, abs=1e-12), (name, options)
 
 
 def layouts(operands: tuple, inputs: dict, number: int) -> tuple[tuple, dict, dict]:
@@ -214,6 +228,14 @@ def test_gspo_token_is_gspo_for_one_advantage_per_sequence():
     )
     for x, y in zip(of_sequences, of_tokens, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_ratios_of_sequences_without_a_region():
+    """Each token's advantage has the gradient of all log-ratios of its sequence."""
+    operands, inputs = rollout(1.0)
+    inputs = used(GRPOLoss(), inputs) | {"advantages": inputs["ref_logps"].cos()}
+    options = {"trust_region": None, "importance_sampling_level": "sequence"}
+    assert_equal(GRPOLoss(**options), reference.grpo, operands, inputs, options)
 
 
 @pytest.mark.parametrize("region", TRUST_REGIONS)
