@@ -4,8 +4,10 @@ tests/reference_tests and tests/random."""
 import pytest
 import torch
 
-from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss, linear_logprobs
-from logitless.losses.grpo_types import LEVELS, TYPES
+from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss, SamplerCorrection, linear_logprobs
+from logitless.losses.grpo_types import LEVELS, TRUST_REGIONS, TYPES
+from logitless.losses.kl_estimators import NAMES as KL_ESTIMATORS
+from logitless.losses.sampler_correction import LEVELS as CORRECTION_LEVELS
 from tests.support import DEVICE, GemmCounter, run
 
 H, V = 16, 300
@@ -19,6 +21,23 @@ VARIANTS = {
     },
     "kl": (GRPOLoss, {"beta": 0.3, "use_bias_correction_kl": False}),
     "corrected kl": (GRPOLoss, {"beta": 0.3}),
+    **{f"kl {x}": (GRPOLoss, {"beta": 0.3, "kl_estimator": x}) for x in KL_ESTIMATORS if x != "k3"},
+    **{
+        f"region {x} {level}": (GRPOLoss, {"trust_region": x, "importance_sampling_level": level})
+        for x in TRUST_REGIONS
+        for level in (LEVELS if x is None else ("token",))
+    },
+    "truncated region": (GRPOLoss, {"trust_region": "binary_tv", "delta": 3.0, "old_kl_coef": 0.1}),
+    **{
+        f"correction {x.level} {x.action}": (GRPOLoss, {"sampler_correction": x})
+        for x in (
+            SamplerCorrection(level=level, action=action, low=0.5, high=2.0)
+            for level in CORRECTION_LEVELS
+            for action in ("truncate", "mask", "reject")
+        )
+    },
+    "plain correction": (GRPOLoss, {"sampler_correction": SamplerCorrection(level="sequence")}),
+    "dro": (REINFORCELoss, {"old_kl_coef": 0.1}),
     "entropy": (GRPOLoss, {"entropy_coef": 0.2}),
     "top entropy": (GRPOLoss, {"top_entropy_quantile": 0.4, "entropy_coef": 0.2}),
     "off-policy mask": (GRPOLoss, {"off_policy_mask_threshold": 0.05}),
@@ -90,8 +109,10 @@ def test_extremes_are_finite(name, what):
     hidden, weight = random(4, T, 8), random(30, 8)
     targets = torch.randint(0, 30, (4, T), generator=generator).to(DEVICE)
     inputs = {"advantages": random(4)}
-    if kind is not REINFORCELoss:
+    if kind is not REINFORCELoss or settings:
         inputs["old_logps"] = -torch.rand(4, T, generator=generator).to(DEVICE) * 3
+    if settings.get("sampler_correction"):
+        inputs["sampling_logps"] = inputs["old_logps"] - 50 + 100 * torch.eye(4, T, device=DEVICE)
     if settings.get("beta"):
         inputs["ref_logps"] = inputs["old_logps"] - 1
     if what == "no advantage":
