@@ -6,7 +6,12 @@
             statistics = read(logits)                # Triton cross-entropy: a few numbers per token
         loss, d_statistics = grad_and_value(terms)   # the loss class, and nothing else of it
         for chunk in span.chunks:
-            d_logits = write(logits, d_statistics)   # over the logits; then both products of the gradients
+            d_logits = write(logits, d_statistics)   # then both products of the gradients
+
+The order is another one where a kernel computes statistics and gradient, up to a factor per row: for a loss
+that is differentiated through log p(target) alone, in spans of one chunk, and for kept d logp / d hidden, but
+not in fp16. Then `read` writes the gradient of the logits, product 2 (d_hidden) is queued, and the loss is
+evaluated after that.
 
 `run_spans` is this loop, and `run_head` prepares it for one LM head. `solve`, `token_statistics` and
 `token_gradients` are the three passes over a call. `FusedLinearBase` calls them under autograd:
@@ -17,7 +22,8 @@
 * `Mode.PER_TOKEN`: the forward pass returns per-token statistics, and ordinary autograd differentiates the
   caller's function of these statistics. The backward pass receives the gradients of the statistics and
   recomputes the chunks of logits. With a frozen head, no sampling mask and a loss of log p and lse only, the
-  forward pass saves d logp / d hidden instead, and the backward pass scales it.
+  forward pass saves d logp / d hidden instead, and the backward pass scales it
+  (`HeadCall.keeps_dlogp_dhidden`).
 * `Mode.INTO_MAIN`: the forward pass computes the loss without gradients. The backward pass computes loss and
   gradients, and adds d_weight to the caller's main gradient. Between both passes, no tensor of the size of
   d_weight is kept.
@@ -172,9 +178,11 @@ class FusedLinearBase(torch.autograd.Function):
     2. `forward` runs a pass: `solve` for a reduced loss, `token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the spans and runs the chunk loop (`run_spans`).
     4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
-       factor (`SOLVED`), or the tensors of the call, the statistics and d logp / d hidden (`PER_TOKEN`).
-    5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk; in `PER_TOKEN` with a trainable
-       head it recomputes the chunks (`token_gradients`).
+       factor (`SOLVED`); the tensors of the call, the statistics and, if it is kept, d logp / d hidden
+       (`PER_TOKEN`); the tensors of the call (`INTO_MAIN`).
+    5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk. In `PER_TOKEN` it recomputes the
+       chunks (`token_gradients`), unless `forward` has saved d logp / d hidden. In `INTO_MAIN` it solves the
+       call.
     6. `gradients.finish` multiplies each sum by the deferred factor and the upstream gradient, and casts it
        to the dtype of its tensor. This is done in place if the sum has this dtype and autograd does not
        retain the graph.
@@ -252,14 +260,16 @@ class FusedLinearBase(torch.autograd.Function):
 def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradients: Gradients) -> None:
     """Run the spans of `plan`: compute logits, statistics, loss and gradients, chunk by chunk.
 
-    1. Allocate one buffer of logits for all chunks. The gradient of a chunk overwrites its logits.
+    1. Allocate one buffer of logits for all chunks. The gradient of a chunk overwrites its logits, with two
+       exceptions: the gradient of a `LogitsLoss` without a kernel is a new tensor, and so is that of gathered
+       logits, which has their shape, (C, k) or (S,).
 
     Then, for each span and each of its chunks:
 
     2. `head.take`: take the chunk's hidden states, run the layers in front of the head, and convert the
        targets to columns of this rank's logits.
     3. `reader.read`: compute the values of the reference or teacher, project the chunk (product 1), and
-       compute its statistics. One kernel may also write the gradient up to a factor per row.
+       compute its statistics. It may also write the gradient up to a factor per row.
     4. If `read` wrote the gradient, queue product 2 (`head.backproject`) at once, and evaluate the loss on a
        side stream.
 
@@ -270,7 +280,8 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
 
     Then, for each chunk again, which is projected a second time if the span has several:
 
-    6. If `read` did not write the gradient: overwrite the logits with their gradient, then run product 2.
+    6. If `read` did not write the gradient: `reader.write` computes the gradient of the logits, then run
+       product 2.
     7. `head.scale`: apply the row factors to d_features and to the features (or to a copy of them).
     8. `head.reduce`: start the sum of d_features over the ranks of tp_group.
     9. `gradients.add`: add the chunk's d_weight and d_bias (product 3) while this sum runs.
@@ -393,7 +404,7 @@ def run_head(
         factors, known, upstream: see `Reader`.
         deferred: the factor by which the backward pass multiplies the gradients.
         heads: number of heads of the public call.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
+        d_weight_in_stat_dtype: see `budget.plan_for`.
     """
     plan = plan_for(call, rows, purpose, heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
     readers = ReplayReader if call.sets is not None else call.loss.reader.of(call)
@@ -546,9 +557,8 @@ def _tokens(call: HeadCall, rows: Rows, reader: Reader, deferred: float | Tensor
 def token_statistics(call: HeadCall) -> Statistics:
     """Compute per-token statistics.
 
-    With a frozen head, also compute d logp / d hidden, so that the backward pass need not recompute the
-    logits. It is not computed with a sampling mask or a differentiable entropy; see
-    `HeadCall.keeps_dlogp_dhidden`.
+    If `HeadCall.keeps_dlogp_dhidden`, also compute d logp / d hidden, so that the backward pass need not
+    recompute the logits.
     """
     return over_rows(call, _token_statistics)
 

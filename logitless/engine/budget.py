@@ -188,7 +188,9 @@ def plan_for(
         rows: the rows to project.
         purpose: the kind of the pass.
         heads: number of heads of the public call.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` even if there is a single chunk.
+        d_weight_in_stat_dtype: whether it is known before the plan that d_weight is summed in `stat_dtype`,
+            unless the loss has an `accum_dtype`: with several heads, with a main gradient, and if the dtype
+            must not depend on the number of tokens. A single chunk then spares no memory.
     """
     loss = call.loss
     device = call.weight.device
@@ -225,7 +227,7 @@ def plan_for(
         None if rows.group_sizes is None else tuple(rows.group_sizes),
         call.trainable,
         trainable_head,
-        costs.linear_in_logps,
+        costs.allows_cached_grad,
         costs.rereads,
         costs.columns,
         spared,

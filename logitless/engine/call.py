@@ -45,7 +45,7 @@ class Layers(NamedTuple):
 
 
 class TrainedIndices(NamedTuple):
-    """The indices of a head's tensors in the trained tensors of a packed call."""
+    """The indices of a head's tensors in the `trained_tensors` of a public call."""
 
     hidden: int
     weight: int
@@ -65,7 +65,7 @@ class HeadCall:
     weight: Tensor  # (V, H), or its trained columns (V, r)
     bias: Tensor | None  # (V,)
     targets: Tensor  # (N,) int64
-    dtype: torch.dtype  # of the products
+    dtype: torch.dtype  # of the products: that of the operands, or of autocast
     inputs: Mapping[str, Tensor | None]  # by declared name
     num_items: Tensor | None  # ()
     cu_seqlens: Tensor | None  # (sequences + 1,)
@@ -92,8 +92,10 @@ class HeadCall:
     # chunks.
     width: int = field(init=False)
     # Whether the statistics are computed from unrounded logits: the fp32 accumulators of a kernel that
-    # projects a chunk and computes its statistics. This depends on loss, device, dtypes and head, but not on
-    # the number of rows or the grad mode, so that every pass over the same rows uses the same logits. With a
+    # projects a chunk and computes its statistics. Where the pass does not allow this kernel
+    # (`readers.tokens.can_fuse_epilogue`), the chunk is stored in fp32. This depends on loss, device, dtypes
+    # and head, but not on the number of rows or the grad mode, so that every pass over the same rows uses the
+    # same logits. Without such a kernel it is False, also if `logits_dtype` of the loss is fp32. With a
     # sharded head, the value is that of this rank until `shards` is set.
     fp32_logits: bool = field(init=False)
     logits_dtype: torch.dtype = field(init=False)
@@ -133,9 +135,12 @@ class HeadCall:
 
     @property
     def keeps_dlogp_dhidden(self) -> bool:
-        """Whether a pass that returns per-token statistics also keeps d logp / d hidden."""
+        """Whether a pass that returns per-token statistics also keeps d logp / d hidden.
+
+        This is so if only hidden needs a gradient, there is no sampling mask, and the reader allows it.
+        """
         hidden_alone = self.needs.hidden and not (self.needs.weight or self.needs.bias)
-        return hidden_alone and self.sets is None and self.loss.reader.linear_in_logps(self.loss)
+        return hidden_alone and self.sets is None and self.loss.reader.allows_cached_grad(self.loss)
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":
         """Return the call with the shard sizes and kernels of all ranks; unchanged if `shards` is None."""
@@ -173,7 +178,10 @@ def prepare(
     cu_seqlens: Tensor | None = None,
     kept: AlignedMask | None = None,
 ) -> HeadCall:
-    """Check the arguments of a public call, and return them as a `HeadCall` with one row per token."""
+    """Check the arguments of a public call, and return them as a `HeadCall` with one row per token.
+
+    `LinearLoss.prepare`, a method of the loss, has already computed the inputs that the loss declares.
+    """
     frozen = None
     if isinstance(weight, SplitHead):
         frozen = local_parameter("weight", weight.frozen.detach(), loss.tp_group)
@@ -349,7 +357,9 @@ class Signature(NamedTuple):
 def trained_tensors(heads: Sequence[HeadCall]) -> tuple[list[Tensor], list[TrainedIndices]]:
     """The trained tensors of one public call, and their indices for each head.
 
-    A tensor that several heads share is there once, and gets a single gradient.
+    These are hidden, weight, bias and the tensors of the layers of each head, also those that need no
+    gradient: `Signature.needs` and `Needs` tell which do. A tensor that several heads share is there once,
+    and gets a single gradient.
     """
     trained: list[Tensor] = []
     indices = []

@@ -1,6 +1,9 @@
 """Choose the rows of a call to project, and check targets and inputs, in one host sync.
 
-With a sharded head, the same host sync reads the sizes of all shards.
+With a sharded head, the same host sync reads the sizes of all shards. In the first call, and if the
+vocabulary size differs from that of the last call, there is a second one. With `compact=False`, the exchange
+of the sizes is the only host sync. A `TokenLoss` with reduction="none" exchanges them once more
+(`unreduced`), and a call that is projected early is checked by another (`early_projection`).
 """
 
 from functools import partial

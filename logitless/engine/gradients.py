@@ -29,8 +29,9 @@ def sum_dtypes(call: HeadCall, *, multi_head: bool, d_weight_in_stat_dtype: bool
     Args:
         call: the head.
         multi_head: whether the public call has several heads.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` if the loss has no `accum_dtype`.
-            True if there are several chunks, and if the dtype must not depend on the number of chunks.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype`, unless the loss has an
+            `accum_dtype`: with several chunks, and in calls in which this is known before their plan
+            (`budget.plan_for`).
     """
     weight = call.loss.accum_dtype
     if weight is None:
@@ -82,9 +83,8 @@ class Gradients:
         calls: the heads, in order.
         fixed_dtypes: whether the dtypes of the sums must not depend on the number of tokens (in compiled
             graphs).
-        main: (V, H) main gradient to which the complete d_weight is added: the backward pass does not apply a
-            factor to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it
-            again.
+        main: (V, H) main gradient to which the complete d_weight is added: `finish` does not apply a factor
+            to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
 
     Attributes:
         sums: the gradients up to `deferred`, by index of the trained tensor: (N, H), (V, H), (V, 1), or the
@@ -92,8 +92,8 @@ class Gradients:
         supervised: the rows of each entry of `sums` that a supervised token may reach, by index: (N,) bool
             for d_hidden, () for the others; None: all rows. Only these rows are multiplied by the upstream
             gradient (`finish`).
-        deferred: the factor by which the backward pass multiplies the sums. It is 1.0 except in fp16. In fp16
-            it is None until the first head chooses a power of two that keeps the gradients near 1.
+        deferred: 1.0, or None in fp16. In fp16, the pass chooses the factor by which `finish` multiplies the
+            sums: a power of two that keeps the gradients near 1. It passes the factor to `open` and `close`.
     """
 
     def __init__(self, calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None):
@@ -205,23 +205,25 @@ def finish(
 ) -> list[Tensor | None]:
     """Return `gradient * factor` for each gradient (n, m), cast to its entry of `dtypes`.
 
-    Computed in fp32, in one launch for all gradients. With `owned`, gradients that already have the dtype are
-    scaled in place. Rows that no supervised token reaches (`Gradients.supervised`) are 0 for every factor.
+    Computed in the dtype of the factor, fp32 or wider. Where the kernels run, one launch scales two
+    gradients; elsewhere, each gradient takes an operation of its own. With `owned`, gradients that already
+    have the dtype are scaled in place. Rows that no supervised token reaches (`Gradients.supervised`) are 0
+    for every factor.
     """
     if supervised is None:
         supervised = [None] * len(gradients)
     if torch.compiler.is_compiling():
         return [
-            None if x is None else (x.to(factor.dtype) * guarded(factor, kept).reshape(-1, 1)).to(dtype)
-            for x, dtype, kept in zip(gradients, dtypes, supervised, strict=True)
+            None if x is None else (x.to(factor.dtype) * guarded(factor, rows).reshape(-1, 1)).to(dtype)
+            for x, dtype, rows in zip(gradients, dtypes, supervised, strict=True)
         ]
     finished = [
         x if x is None or (owned and x.dtype == dtype) else torch.empty_like(x, dtype=dtype)
         for x, dtype in zip(gradients, dtypes, strict=True)
     ]
     pairs = [pair for pair in zip(gradients, finished, strict=True) if pair[0] is not None]
-    kept = [rows for rows, x in zip(supervised, gradients, strict=True) if x is not None]
-    scale_all(pairs, (factor,), kept)
+    reached = [rows for rows, x in zip(supervised, gradients, strict=True) if x is not None]
+    scale_all(pairs, (factor,), reached)
     return finished
 
 

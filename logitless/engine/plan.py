@@ -2,22 +2,33 @@
 
 A plan depends on shapes, budget, the scope of the loss, and the tensors that need a gradient. The rows are
 the supervised tokens (all tokens with `compact=False`), and the rows of a group are adjacent. A *span* is the
-rows on which the loss is evaluated together: one chunk for a loss of single tokens, as many whole groups as
-fit into one chunk for a loss of groups, all rows if the scope is "batch". A span whose rows exceed the budget
-has several chunks, and its logits are projected a second time after the evaluation. All strategies follow
-from this rule, from what is trained, and from the purpose of the pass. For a pass that solves a call
-(`Pass.SOLVE`), with the number of products for trained hidden states and weight:
+rows on which the loss is evaluated together.
+
+If a pass writes the gradients after the loss is evaluated (`Write.AFTER_LOSS`), a span is one chunk for a
+loss of single tokens, as many whole groups as fit into one chunk for a loss of groups, and all rows if the
+scope is "batch". A span whose rows exceed the budget has several chunks, and its logits are projected a
+second time after the evaluation. In all other passes, one span has all rows, and the pass projects each chunk
+once.
+
+For a pass that solves a call (`Pass.SOLVE`), with the number of products if hidden states and weight are
+trained:
 
     fused, resident   spans of one chunk, which keeps its logits until the loss is evaluated      3 products
     recompute         spans of several chunks, which are projected twice                          4 products
     mixed             both, in a call with groups of different sizes
-    cached_grad       frozen head: chunks write d logp / d hidden before the evaluation scales it  2 products
-    loss_only         nothing is trained: chunks are read, and the loss is evaluated once          1 product
+
+and if they are not both trained:
+
+    fused, resident,  the same with a frozen head or constant hidden states: no product for its
+    recompute, mixed  gradient, so 1 product less
+    cached_grad       frozen head, and a loss of groups through log p and lse alone: the chunks
+                      write d logp / d hidden, which is scaled after the evaluation               2 products
+    loss_only         nothing is trained: chunks are read, and the loss is evaluated once         1 product
 
 If the loss is computed outside the pass, from per-token statistics, the plan of `Pass.STATISTICS` only reads
 (recompute, loss_only) or also writes d logp / d hidden (cached_grad). For recompute, `Pass.GRADIENTS` then
-writes in the backward pass. With `accumulate_into`, the forward pass is loss_only, and the backward pass
-solves the call again: `Plan.in_backward`.
+projects the chunks a second time and writes, in the backward pass. With `accumulate_into`, the forward pass
+is loss_only, and the backward pass solves the call again: `Plan.in_backward`.
 """
 
 import functools
@@ -295,7 +306,7 @@ class Facts(NamedTuple):
     groups: tuple[int, ...] | None
     differentiable: bool  # whether anything needs a gradient
     trainable_head: bool  # whether weight or bias need a gradient
-    linear_in_logps: bool  # whether the loss depends on the logits only through log p(target) (and lse)
+    allows_cached_grad: bool  # see `Reader.allows_cached_grad`
     rereads: bool = False  # whether Pass.GRADIENTS must read a chunk again to compute its gradient
     columns: int = 0  # columns that are gathered for each row, instead of the whole head
     spared_bytes: int = 0  # bytes of d_weight's sum in a wider dtype, which a single chunk does not need
@@ -312,7 +323,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     """Choose the strategy, and cut the rows into spans and chunks of at most `budget` bytes, at `row_bytes`
     each.
     """
-    rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, _, *passed_on = facts
+    rows, groups, differentiable, trainable_head, allows_cached_grad, rereads, columns, _, *passed_on = facts
     C = chunk_rows(rows, row_bytes, budget)
     # d_weight of a single chunk is written in the dtype of the products; d_weight of several chunks is summed
     # in fp32. Use a single chunk if its additional rows take no more memory than the fp32 sum. It is also
@@ -340,7 +351,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
 
 def _strategy(purpose: Pass, facts: Facts) -> tuple[str, bool, Write]:
     """Return (strategy of a call without groups that exceed the budget, `Plan.reads`, `Plan.writes`)."""
-    cached_grad = facts.linear_in_logps and not facts.trainable_head
+    cached_grad = facts.allows_cached_grad and not facts.trainable_head
     if purpose is Pass.GRADIENTS:
         return "recompute", facts.rereads, Write.BEFORE_LOSS
     if not facts.differentiable:
@@ -358,7 +369,8 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     once.
 
     For a loss with scope "group" or "batch", the rows are not in the order of the groups. Therefore all rows
-    are one span, whose chunks are projected twice if there are several.
+    are one span, whose chunks are projected twice if there are several. Its strategy is "recompute" if any
+    row is projected, also if there is one chunk, which is projected once.
     """
     plain, picked, gathered, certain, *_ = replay
     projected = plain + picked
@@ -368,7 +380,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     chunks = _chunks(0, plain, C) + _chunks(plain, projected, C, Kind.PICKED)
     if gathered:
         chunks.append(ChunkRows(projected, chunked, Kind.GATHERED))
-    strategy, reads, writes = _strategy(purpose, facts._replace(linear_in_logps=False, rereads=False))
+    strategy, reads, writes = _strategy(purpose, facts._replace(allows_cached_grad=False, rereads=False))
     spans = [Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups), tuple(chunks))]
     if writes is Write.AFTER_LOSS and facts.groups is None:
         spans = [Span(chunk.start, chunk.stop, chunks=(chunk,)) for chunk in chunks]

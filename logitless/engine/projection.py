@@ -17,15 +17,16 @@ from logitless.kernels.matmul import accumulate, hidden_gradient, project
 
 @dataclass
 class Chunk:
-    """Rows of a call that are in memory together: their logits, and the gradient that overwrites the logits.
+    """Rows of a call that are in memory together, with their logits and the gradient of the logits.
 
-    The loop fills the tensors that are None at first.
+    The loop fills the tensors that are None at first. `gradient` is `grad_buffer`, except for a `LogitsLoss`
+    without a kernel and for gathered logits.
     """
 
     start: int
     stop: int
     kind: Kind
-    reads: bool  # whether the statistics of the logits are computed
+    reads: bool  # whether `Reader.read` computes the statistics of the logits; False: it only projects
     writes: bool  # whether the gradient of the logits is written before they are projected again
     row_index: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
     logits: Tensor  # (C, V) products, a view of the loop's one buffer
@@ -34,7 +35,9 @@ class Chunk:
     features: Tensor | None = None  # (C, H) input of product 1
     targets: Tensor | None = None  # (C,) as columns of the logits
     ignore_index: int | None = None  # the value of an ignored target in `targets`
-    gradient: Tensor | None = None  # (C, V) d loss / d products up to `factors`, in the products' dtype
+    # d loss / d products up to `factors`: (C, V) in the dtype of the products; of gathered logits (C, k) or
+    # (S,), in the dtype of the statistics
+    gradient: Tensor | None = None
     factor: Tensor | None = None  # (C,) row factor that the kernel of the gradient returned; None: 1
     factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: row factors that the gradient lacks
     d_features: Tensor | None = None  # (C, H)

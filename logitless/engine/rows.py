@@ -42,7 +42,9 @@ class Rows(NamedTuple):
     """The rows of a call, in the order in which they are projected ("row order")."""
 
     count: int
-    tokens: int | Tensor  # supervised tokens; equal to `count` unless unsupervised rows are projected as well
+    # Supervised tokens: `count`, unless unsupervised rows are projected as well. With `cp_group`, this and
+    # `chosen_tokens` are sums over the ranks.
+    tokens: int | Tensor
     chosen_tokens: int | Tensor  # supervised tokens in the first half of the sequences; 0 without sequences
     index: Tensor | None  # (count,) int64 positions in the flattened call; None: all rows, in call order
     group_sizes: Sequence[int] | None  # rows of each group; None for a loss of single tokens
@@ -119,8 +121,9 @@ def compact_rows(
 ) -> Rows:
     """Choose the rows to project, and raise the faults that were counted on the device.
 
-    This function contains the only host sync of a pass. With compact=False there is no host sync: all rows
-    are projected, and faults are asserted on the device. The host then knows the number of packed sequences
+    This function has the one host sync of a pass, in which the host reads its counts; the module `choose` has
+    the exceptions. With compact=False it has none: all rows are projected, and faults are asserted on the
+    device. The host then knows the number of packed sequences
     but not their lengths, so the caller combines them into one group. A fault on one of the peers is raised
     on all of them. Boundaries are checked even if the loss does not depend on sequences.
     """

@@ -1,4 +1,4 @@
-"""`LossSpec`: the attributes of a loss that the engine reads, and the roles of its inputs.
+"""`LossSpec`: the attributes that the engine reads of every loss, and the roles of its inputs.
 
 The engine does not import any loss class.
 """
@@ -87,7 +87,18 @@ class Fault(NamedTuple):
 
 
 class LossSpec(Protocol):
-    """A frozen, hashable loss, as `losses.base.LinearLoss` implements it."""
+    """A frozen, hashable loss, as `losses.base.LinearLoss` implements it.
+
+    A reader also reads attributes that only the losses with this reader have:
+
+    * `TokenReader`, with a reference: `ref_head`, the transform of its logits.
+    * `LogitsReader`: `has_kernel` and `kernel`; with a teacher `teacher_head`, the transform of its logits.
+    * `IdsReader`: `k`, the number of ids that the reader selects per row (None: the ids are an input), and
+      `slots`, the number of slots per row.
+    * `SupportReader`: `support`, `cancels`, `teacher_head`; and `has_kernel` and `kernel` with other
+      arguments, for `GatheredReader`.
+    * `SpeculatorReader`: the fields of `SpeculatorLoss`.
+    """
 
     ignore_index: int
     reduction: str
@@ -104,6 +115,11 @@ class LossSpec(Protocol):
     unit: str
     sequences_per_group: int
     metric_names: tuple[str, ...]
+    # Names of the statistics through which the loss is differentiated, and of those that it takes as
+    # constants. Both are empty for a loss of logits.
+    differentiates: tuple[str, ...]
+    observes: tuple[str, ...]
+    teacher: bool  # whether the call takes hidden states and head of a teacher
     sum_logits_weights: str | None
     unmasked: bool
     boundaries_argument: str
@@ -125,6 +141,9 @@ class LossSpec(Protocol):
     @property
     def sequences(self) -> WholeSequences:
         """The collectives over the slices of sequences (`cp_group`)."""
+
+    def name_in_graphs(self) -> str:
+        """The name of the loss in a compiled graph."""
 
     def terms(self, statistics, batch) -> tuple[dict, dict]:
         """The unreduced loss and metrics of a slice."""

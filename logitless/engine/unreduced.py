@@ -55,7 +55,11 @@ def unreduced_loss(
 
 
 def _whole_batch(call: HeadCall) -> Batch:
-    """Return a batch of all tokens of the call, in call order."""
+    """Return a batch of all tokens of the call, in call order.
+
+    With `tp_group`, the sizes of the shards are exchanged once more, in a host sync, because only the pass
+    has those of the call's host sync.
+    """
     loss = call.loss
     targets = call.targets
     count = call.sequence_count

@@ -183,7 +183,7 @@ def test_chunk_rows(rows, capacity, expected):
 )
 def test_one_chunk_in_the_place_of_a_sum(rows, sum_rows, chunks):
     """Where the budget holds all rows, and the sum of d_weight would take as much memory."""
-    known = {"differentiable": True, "trainable_head": True, "linear_in_logps": False}
+    known = {"differentiable": True, "trainable_head": True, "allows_cached_grad": False}
     facts = Facts(rows, None, **known, spared_bytes=sum_rows * ROW)
     for purpose in (Pass.SOLVE, Pass.GRADIENTS):
         assert make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW).chunks == chunks

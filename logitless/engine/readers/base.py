@@ -1,4 +1,4 @@
-"""`Reader`: what a kind of loss reads of a chunk of logits, and what it writes over them."""
+"""`Reader`: what a kind of loss reads of a chunk of logits, and how it writes the gradient of the logits."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,7 +39,7 @@ class Costs(NamedTuple):
 
     row_bytes: int  # bytes per row of logits and temporaries
     fixed_bytes: int  # bytes of temporaries that do not depend on the number of rows
-    linear_in_logps: bool  # whether the loss depends on the logits only through log p(target) and lse
+    allows_cached_grad: bool  # see `Reader.allows_cached_grad`
     # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
     rereads: bool
     columns: int = 0  # number of logits that the loss needs per row; 0: all
@@ -50,8 +50,8 @@ class Reader:
     """How a chunk of logits becomes statistics, and how gradients of statistics become gradients of logits.
 
     A loss class names its reader class. A reader is made for one pass over one head. The chunk loop
-    (`engine.base.run_spans`) calls `read`, `evaluate` and `write`; the methods of the class tell what a pass
-    needs before it runs.
+    (`engine.base.run_spans`) calls `read`, which also projects the chunk, `evaluate` and `write`; the methods
+    of the class tell what a pass needs before it runs.
 
     Attributes:
         call: the call of the head.
@@ -100,13 +100,21 @@ class Reader:
         return cls
 
     @staticmethod
-    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether the loss uses fp32 logits for products in `dtype`, if one kernel projects and reads."""
+    def takes_fp32_logits(loss: LossSpec, stat_dtype: torch.dtype) -> bool:
+        """Whether the loss uses logits that are not rounded where one kernel can project and read.
+
+        `stat_dtype` is the dtype of the statistics, in which that kernel has the logits.
+        """
         return False
 
     @staticmethod
-    def linear_in_logps(loss: LossSpec) -> bool:
-        """Whether the loss depends on the logits only through log p(target) and lse."""
+    def allows_cached_grad(loss: LossSpec) -> bool:
+        """Whether d loss / d hidden follows from d logp / d hidden and the gradients of the statistics.
+
+        If so, a pass with a frozen head keeps d logp / d hidden, and scales it when these gradients are known
+        (strategy cached_grad). The loss then depends on the logits only through log-probabilities, lse and,
+        for several ids per token, the probability of all other ids.
+        """
         return False
 
     @staticmethod
@@ -134,11 +142,16 @@ class Reader:
     # -- The chunk loop
 
     def read(self, chunk: Chunk, head: Projection) -> None:
-        """Project the chunk (product 1: logits = features @ weight.T).
+        """Project the chunk (product 1: logits = features @ weight.T) and, if `chunk.reads`, read it.
 
-        Also computes the reference's log-probabilities or the teacher's logits if the loss needs them, the
-        per-token statistics if `chunk.reads` is set, and `chunk.gradient` if one kernel computes statistics
-        and gradient.
+        To read a chunk is to compute its per-token statistics, and the log-probabilities of the reference or
+        the teacher's logits if the loss needs them. If `chunk.writes` is set, and one kernel computes
+        statistics and gradient, `chunk.gradient` is also written.
+
+        Args:
+            chunk: the rows.
+            head: the projection of the pass, which has the product; `head.call.loss.head` is the transform of
+                the logits.
         """
         raise NotImplementedError
 
@@ -147,7 +160,11 @@ class Reader:
         raise NotImplementedError
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        """Overwrite the chunk's logits with their gradient."""
+        """Set `chunk.gradient`, the gradient of the chunk's logits up to the row factors.
+
+        It is written over the logits (`chunk.grad_buffer`), except by the readers of gathered logits, and of
+        a `LogitsLoss` without a kernel, whose gradient is a new tensor.
+        """
         raise NotImplementedError
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
@@ -160,24 +177,24 @@ class Reader:
         """Return the statistics in `statistic_names` by name: (rows, ...) per token, or `METRICS`."""
         raise NotImplementedError
 
-    def finish_cached_grad(self, kept: Tensor, out: Tensor, head: Projection) -> None:
+    def finish_cached_grad(self, dlogp_dhidden: Tensor, out: Tensor, head: Projection) -> None:
         """Compute d_hidden from d logp / d hidden and the gradients of the statistics (strategy cached_grad).
 
         Args:
-            kept: (N, H) d logp / d hidden.
-            out: (N, H) d_hidden, written; may be `kept`.
+            dlogp_dhidden: (N, H) d logp / d hidden.
+            out: (N, H) d_hidden, written; may be `dlogp_dhidden`.
             head: the projection of the pass.
         """
         rows = self.rows
         factor = self.cached_grad_factor()
         if factor is not None:
             # Rows that were not projected get a factor of 0.
-            scale(kept, rows.scattered(factor, kept.shape[0]), out)
+            scale(dlogp_dhidden, rows.scattered(factor, dlogp_dhidden.shape[0]), out)
             return
         for start in range(0, rows.count, SCALED_ROWS):
             stop = min(start + SCALED_ROWS, rows.count)
             at = rows.at(start, stop)
-            scaled = self.scale_cached_grad(kept[at], at, slice(start, stop), head).to(out.dtype)
+            scaled = self.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), head).to(out.dtype)
             if isinstance(at, slice):
                 out[at] = scaled
             else:
@@ -187,8 +204,13 @@ class Reader:
         """(rows,) factors from d logp / d hidden to d loss / d hidden; None: use `scale_cached_grad`."""
         return None
 
-    def scale_cached_grad(self, kept: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """(n, H) d loss / d hidden of some rows, given d logp / d hidden."""
+    def scale_cached_grad(
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+    ) -> Tensor:
+        """(n, H) d loss / d hidden of the rows `rows` of the statistics, which are the rows `at` of the call.
+
+        `dlogp_dhidden` (n, H) has the d logp / d hidden of these rows.
+        """
         raise NotImplementedError
 
 

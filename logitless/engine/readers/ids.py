@@ -168,7 +168,7 @@ class IdsReader(Reader):
         return {name: slots.get(name, ((rows,), None)) for name in cls.statistic_names(loss)}
 
     @staticmethod
-    def linear_in_logps(loss: LossSpec) -> bool:
+    def allows_cached_grad(loss: LossSpec) -> bool:
         return set(loss.differentiates) <= {"logps", "lse", "rest"}
 
     @classmethod
@@ -183,7 +183,7 @@ class IdsReader(Reader):
             row += selection.row_bytes(call.width, k)
             fixed = max(fixed, selection.fixed_bytes(device, dtype, call.width, k, budget))
         logits, pieces = logits_bytes(call)
-        return Costs(row + logits, fixed + pieces, cls.linear_in_logps(loss), rereads=False)
+        return Costs(row + logits, fixed + pieces, cls.allows_cached_grad(loss), rereads=False)
 
     def named_statistics(self) -> dict[str, Tensor]:
         return self.stats

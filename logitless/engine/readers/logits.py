@@ -69,7 +69,7 @@ class LogitsReader(Reader):
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         row, fixed = logits_bytes(call)
-        return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
+        return Costs(row + measured_row_bytes(call), fixed, allows_cached_grad=False, rereads=True)
 
     def named_statistics(self) -> dict[str, Tensor]:
         names = self.call.loss.metric_names

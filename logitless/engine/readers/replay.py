@@ -1,8 +1,10 @@
 """Losses of per-token statistics with a sampling mask: the softmax of a row is over the ids of its set.
 
-`ReplayProjection` multiplies each gathered row with the rows of the head for the ids of its set, and projects
-all other rows like `Projection`. `ReplayReader` computes the statistics of a set from the logits of its
-slots. The evaluation of the loss is that of `TokenReader`, because it does not depend on the sets.
+`ReplayReader` multiplies each gathered row with the rows of the head for the ids of its set
+(`_read_gathered`), lets the projection multiply all other rows with the whole head, and computes the
+statistics of a set from the logits of its slots. `ReplayProjection` has the two products of the gradients of
+gathered rows, and is a plain `Projection` for all other rows. The evaluation of the loss is that of
+`TokenReader`, because it does not depend on the sets.
 """
 
 from collections.abc import Mapping

@@ -70,7 +70,7 @@ class SpeculatorReader(LogitsReader):
         return Costs(
             row + VECTOR_BYTES,
             fixed + max(temporaries),
-            linear_in_logps=False,
+            allows_cached_grad=False,
             rereads=True,
             teacher_bytes=teacher_bytes + VECTOR_BYTES,
         )

@@ -53,10 +53,10 @@ class SupportReader(IdsReader):
         return GatheredReader if gathered_columns(call) else cls
 
     @staticmethod
-    def linear_in_logps(loss: LossSpec) -> bool:
+    def allows_cached_grad(loss: LossSpec) -> bool:
         # If the log-sum-exp cancels, only the logits of the ids are used, and there is no d logp / d hidden
         # to keep.
-        return not loss.cancels and IdsReader.linear_in_logps(loss)
+        return not loss.cancels and IdsReader.allows_cached_grad(loss)
 
     @staticmethod
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:

@@ -86,14 +86,15 @@ class TokenReader(Reader):
             self.ref_logps = torch.empty(rows.count, dtype=dtype, device=device)
 
     @staticmethod
-    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether the loss uses fp32 logits for products in `dtype`.
+    def takes_fp32_logits(loss: LossSpec, stat_dtype: torch.dtype) -> bool:
+        """Whether the loss uses logits that are not rounded where one kernel can project and read.
 
-        True if `logits_dtype` is fp32. If `logits_dtype` is None, True for unreduced losses, whose
-        log-probabilities are compared with those of other calls, and for losses without the gradient of lse.
+        True if `logits_dtype` is `stat_dtype` (fp32). If `logits_dtype` is None, True for unreduced losses,
+        whose log-probabilities are compared with those of other calls, and for losses without the gradient of
+        lse.
         """
         if loss.logits_dtype is not None:
-            return loss.logits_dtype == dtype
+            return loss.logits_dtype == stat_dtype
         return loss.reduction == "none" or "lse" not in loss.differentiates
 
     @staticmethod
@@ -111,18 +112,17 @@ class TokenReader(Reader):
         return {name: ((rows,), kinds.get(name)) for name in cls.statistic_names(loss)}
 
     @staticmethod
-    def linear_in_logps(loss: LossSpec) -> bool:
+    def allows_cached_grad(loss: LossSpec) -> bool:
         return set(loss.differentiates) <= {"logps", "lse"}
 
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
-        linear = set(call.loss.differentiates) <= {"logps", "lse"}
+        allows_cached_grad = set(call.loss.differentiates) <= {"logps", "lse"}
         if call.fp32_logits and can_fuse_epilogue(call, purpose):
-            keeps_dlogp_dhidden = linear and not (call.needs.weight or call.needs.bias)
+            keeps_dlogp_dhidden = allows_cached_grad and not (call.needs.weight or call.needs.bias)
             stored = call.trainable and (purpose is not Pass.STATISTICS or keeps_dlogp_dhidden)
-            return Costs(
-                fused.row_bytes(call.weight.device, call.width, stored=stored), 0, linear, rereads=False
-            )
+            row = fused.row_bytes(call.weight.device, call.width, stored=stored)
+            return Costs(row, 0, allows_cached_grad, rereads=False)
         device = call.weight.device
         dtype = call.logits_dtype
         width = call.width
@@ -132,7 +132,7 @@ class TokenReader(Reader):
         if call.loss.return_predictions:
             row += selection.row_bytes(width, 1)
             fixed = max(fixed, selection.fixed_bytes(device, dtype, width, 1, budget))
-        return Costs(row, fixed, linear, rereads=False)
+        return Costs(row, fixed, allows_cached_grad, rereads=False)
 
     def named_statistics(self) -> dict[str, Tensor]:
         predicted = {} if self.predictions is None else {"predictions": self.predictions}
