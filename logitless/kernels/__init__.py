@@ -3,8 +3,8 @@
 `head` contains the operators on a chunk of logits, and `ids` the operators for several ids per token. Each
 operator has a launcher, a PyTorch implementation (the "twin"), and portable Triton kernels in `*_triton.py`.
 `fused_projection` is the interface to products with an epilogue, whose kernels are specific to a GPU
-generation, such as `hopper`. `launch`, `operands`, `layout` and `matmul` are shared. The engine, `parallel`
-and `layers` call this package.
+generation, such as `hopper`. `launch`, `operands`, `layout` and `matmul` are shared. `parallel`, the engine,
+the losses, `layers` and `tools` import this package.
 """
 
 import functools
@@ -78,9 +78,13 @@ def fused_products(device: torch.device) -> ModuleType | None:
     """The package with the products with an epilogue for the GPU generation of `device`; None if there is
     none.
 
-    The package has `DTYPES`, the operand dtypes that it supports, and the functions `read`, `write` and
-    `row_bytes`, which `fused_projection.py` documents. The first call imports the package; `read` and `write`
-    import Triton.
+    The package has
+
+    * `DTYPES`, the operand dtypes that it supports;
+    * `read` and `write`, with the arguments and results that `fused_projection.py` documents;
+    * `row_bytes(V, *, stored)`, the bytes per row: its partial sums and, if `stored`, its gradient.
+
+    The first call imports the package; `read` and `write` import Triton.
     """
     return _products_of(_generation(device) if _planned is None else _planned)
 

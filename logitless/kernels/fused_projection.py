@@ -6,13 +6,13 @@
              `logits_gradient` in one kernel
 
 The logits are the fp32 accumulators of the product, and are never rounded. Two passes over the same rows must
-use the same logits, even if the grad mode or the number of rows differs. Therefore `serves` decides only from
-device, dtypes and head whether the logits of a call are fp32. These kernels cannot evaluate the loss between
-the statistics and the gradient of a chunk, compute weighted sums of logits, or return predictions
-(`readers.tokens.can_fuse_epilogue`). In these cases, a pass writes the logits of the chunk to memory in
-fp32. Each GPU generation needs separate kernels, and most have none (`kernels.fused_products`). There is no
-PyTorch twin: on other devices, `project` and the row kernels of `head/cross_entropy.py` compute the same
-results, with which the tests compare.
+use the same logits, even if the grad mode or the number of rows differs. Therefore only device, dtypes and
+head (`serves`) and the loss (`Reader.takes_fp32_logits`) decide whether a call uses them. These kernels
+cannot evaluate the loss between the statistics and the gradient of a chunk, compute weighted sums of logits,
+or return predictions (`readers.tokens.can_fuse_epilogue`). In these cases, a pass writes the logits of the
+chunk to memory in fp32. Each GPU generation needs separate kernels, and most have none
+(`kernels.fused_products`). There is no PyTorch twin: on other devices, `project` and the row kernels of
+`head/cross_entropy.py` compute the same results, with which the tests compare.
 """
 
 import torch

@@ -1,9 +1,11 @@
 """The losses, and the base classes for custom losses.
 
 Each file contains one family of losses, with its terms, inputs and checks. `base` contains the base classes
-for custom losses. `linear` implements the call that all losses share, and `heads` converts LM head modules to
-tensors. `declarations`, `inputs` and `keywords` check class declarations and call signatures. The public
-names are exported by `logitless`. Users, `models` and the trainers call the losses.
+for custom losses. `linear` implements the call of all losses with one head, `multi_head` that of losses with
+several heads, and `heads` converts LM head modules to tensors. `declarations` checks class declarations,
+`arguments` the arguments of a call, and `inputs` has the types of the arguments that several losses share.
+The public names are exported by `logitless`. Users, `tools`, `models`, `integrations` and the trainers call
+the losses.
 """
 
 from logitless.engine.batch import Batch, TokenStats

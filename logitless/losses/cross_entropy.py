@@ -39,8 +39,8 @@ class CrossEntropyLoss(TokenLoss):
         targets: (...) int64 token ids, or `ignore_index`.
         class_weights: (V,), c, without gradient.
         token_weights: (...), u, without gradient except with reduction="none".
-        **arguments: the arguments of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
-            accumulate_into, grad_scale.
+        **arguments: the arguments of every loss, see `LinearLoss.__call__`: bias (V,), mask (...), num_items,
+            shift, cu_seqlens, accumulate_into, grad_scale.
 
     Returns:
         A `LossOutput`. Its metrics are token_accuracy, entropy (in nats) and z_loss, which are means over the

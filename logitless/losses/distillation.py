@@ -86,7 +86,7 @@ class DistillationLoss(LogitsLoss):
         teacher_logprobs_topk: replaces the three tensors above: a pair of the teacher's log-probabilities
             (..., k) at `temperature`, with -inf for an empty slot, and their ids (..., k) int64.
         num_items: the number of tokens by which the mean divides.
-        **arguments: mask, bias and the other arguments of every loss, see `CrossEntropyLoss`.
+        **arguments: mask, bias and the other arguments of every loss, see `LinearLoss.__call__`.
 
     If the vocabularies differ in size, the divergence is computed over the ids that both have. With
     `support`, the "tail" entry contains all other ids of each vocabulary.

@@ -77,7 +77,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
             tokens.
         position_ids: integers in targets' shape: the position of each token in its whole sequence. Required
             with both `ld_alpha` and `cp_group`, otherwise refused.
-        **arguments: the other arguments of every loss, see `CrossEntropyLoss`.
+        **arguments: the other arguments of every loss, see `LinearLoss.__call__`.
 
     Metrics have TRL's names: `rewards/*`, `logps/*` (sums per sequence), `logits/*` (means over the
     completion tokens and the vocabulary), entropy, mean_token_accuracy and nll_loss (of the chosen tokens).

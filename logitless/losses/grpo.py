@@ -133,7 +133,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             `old_logps`, `ref_logps` and `sampling_logps` must already be normalized over the same ids.
         num_items: the divisor of the mean: the number of sequences if `loss_type` averages over sequences,
             else the number of tokens.
-        **arguments: mask and the other arguments of every loss, see `CrossEntropyLoss`.
+        **arguments: mask and the other arguments of every loss, see `LinearLoss.__call__`.
 
     With `cu_seqlens`, an input of shape (N,) is refused if N equals B, because its shape does not tell
     whether it is per token or per sequence. Pass (1, N) for values per token, or (B, 1) for values per

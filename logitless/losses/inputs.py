@@ -20,7 +20,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class CallInputs(TypedDict, total=False):
-    """Keyword arguments of every loss, documented in `CrossEntropyLoss.__call__`."""
+    """Keyword arguments of every loss, documented in `LinearLoss.__call__`."""
 
     bias: Tensor | None
     num_items: float | Tensor | None
@@ -50,7 +50,7 @@ class RolloutInputs(CallInputs, total=False):
 
 
 class HeadOptions(TypedDict, total=False):
-    """Fields of a loss that functions such as `linear_logprobs` accept, documented in `CrossEntropyLoss`."""
+    """Fields of a loss that functions such as `linear_logprobs` accept, documented in `LinearLoss`."""
 
     softcap: float | None
     logit_scale: float

@@ -63,7 +63,7 @@ class KTOLoss(ReferencedLoss):
             + 1,). `shift=True` also shifts kl_targets and per-token ref_logps. `mask` does not apply to
             kl_targets: set ignored tokens in kl_targets to `ignore_index`.
         num_items: the number of sequences by which the mean divides.
-        **arguments: the other arguments of every loss, see `CrossEntropyLoss`.
+        **arguments: the other arguments of every loss, see `LinearLoss.__call__`.
 
     Metrics: rewards/chosen, rewards/rejected (means over the desirable and the undesirable sequences),
     rewards/margins (0 unless the call has both kinds), `logps/*`, `logits/*`, entropy, kl.

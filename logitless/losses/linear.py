@@ -63,17 +63,19 @@ class LinearLoss(CheckedCall):
         logits_budget: maximum number of bytes for a chunk of logits and its temporaries, or text such as
             "2GiB". Default: 2.5 GiB on GPUs with at least 60 GiB, the smaller of 1 GiB and 1/32 of the memory
             on other GPUs, 256 MiB on CPUs.
-        accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 (fp64 for fp64 operands)
-            if there are several chunks or several heads, under torch.compile, and in fp16; else the dtype of
-            the operands. With accumulate_into, it must be None or the dtype of the main gradient.
+        accum_dtype: dtype in which d_weight is summed over chunks. Default: fp32 (fp64 for fp64 operands) if
+            there are several chunks or several heads, under torch.compile, and in fp16; else the dtype of the
+            products: that of the operands, or of autocast. With accumulate_into, it must be None or the dtype
+            of the main gradient.
         logits_dtype: dtype of the logits from which the loss is computed. torch.float32: the logits are not
-            rounded. The dtype of the operands: the logits are rounded to it. Default (None): the dtype of the
-            operands, with one exception. On Hopper, a `TokenLoss` with bf16 operands uses logits that are not
-            rounded, unless it is reduced and needs the gradient of lse (label smoothing, z-loss). With
-            `tp_group`, the exception requires the Hopper kernel on all ranks. This kernel computes the
-            statistics of a chunk in the product and does not store the logits. The chunk is stored in fp32 on
-            other devices, and if the loss needs predictions, class-weighted sums of the logits or, reduced,
-            the gradient of a statistic other than log p(target).
+            rounded. The dtype of the products (that of the operands, or of autocast): the logits are rounded
+            to it. Default (None): the dtype of the products, with one exception. On Hopper, a `TokenLoss`
+            with products in bf16 uses logits that are not rounded, unless it is reduced and needs the
+            gradient of lse (label smoothing, z-loss). With `tp_group`, the exception requires the Hopper
+            kernel on all ranks. This kernel computes the statistics of a chunk in the product and does not
+            store the logits. The chunk is stored in fp32 on other devices, and if the loss needs predictions,
+            class-weighted sums of the logits or, reduced, the gradient of a statistic
+            other than log p(target).
         compact: True: remove unsupervised rows before the first product, which costs one host sync. False: no
             host sync, as CUDA graphs require; all rows are projected, and the packed sequences of a loss with
             scope "group" form one group.
@@ -82,9 +84,9 @@ class LinearLoss(CheckedCall):
             order of the ranks: weight (V_r, H) and bias (V_r,), and the same for the heads of a teacher and a
             reference. hidden, targets, all other inputs and `logits_budget` must be equal on all ranks; set
             `logits_budget` if the GPUs differ. The shard sizes are exchanged in the call's one host sync. The
-            first call, and a call after the sizes have changed, need a second host sync. With
-            `compact=False`, the exchange is a host sync. Every rank gets the loss, the full d_hidden, and
-            d_weight of its rows.
+            first call, and a call after the sizes have changed, need a second host sync, and so does a
+            `TokenLoss` with `reduction="none"`, which exchanges them again. With `compact=False`, each
+            exchange is a host sync. Every rank gets the loss, the full d_hidden, and d_weight of its rows.
         cp_group: process group for context parallelism, in the same forms as `tp_group`. Supported by losses
             of policies, pairs and whole sequences. Each rank passes a slice of every sequence. Inputs per
             token are shifted before they are sliced; inputs per sequence are not sliced. A slice may contain
@@ -110,8 +112,8 @@ class LinearLoss(CheckedCall):
     # The tokens that one evaluation of `terms` must contain: "token" (any slice), "group" (the tokens of
     # `sequences_per_group` sequences, 2 for a pair) or "batch" (all tokens).
     scope: ClassVar[str] = "token"
-    # The unit that `num_items` counts. In fp16, the power of two in this unit's factor is applied after the
-    # products.
+    # The unit that `num_items` counts: it replaces the divisor of the terms over this unit, and of no others.
+    # In fp16, the power of two in this unit's factor is applied after the products.
     unit: ClassVar[str] = "tokens"
     # Names of the tensor arguments of `__call__`, in addition to `hidden`, `weight`, `targets`, `bias` and
     # the `teacher_*` and `ref_*` tensors. `token_inputs`: targets' shape, shifted with the targets.
@@ -331,7 +333,9 @@ class LinearLoss(CheckedCall):
         arguments: Mapping[str, Any],
         inputs: Mapping[str, Any] = NO_INPUTS,
     ) -> LossOutput:
-        """Compute the loss. Every `__call__` passes its arguments to this method.
+        """Compute the loss. The `__call__` of every loss with one head passes its arguments to this method.
+
+        `MedusaLoss` and `MultiTokenLoss`, which have several heads, use `MultiHeadLoss.solve_parts` instead.
 
         Steps:
 

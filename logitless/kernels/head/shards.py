@@ -1,8 +1,16 @@
 """Merge the per-token statistics of all shards of a vocabulary to those of the whole vocabulary.
 
-    merge_stats      merge the statistics; `parallel/vocabulary.py` documents the formulas
+    merge_stats      merge the statistics
     merge_gradient   merge the statistics, and convert the result of `logprob_gradient` to that of the whole
                      vocabulary
+
+`parallel/vocabulary.py` has the formulas of lse, log p and entropy. With w_r, the probability of shard r, as
+there:
+
+    sum_logits = sum_r sum_logits_r
+    log_sum_sq_probs = log sum_r w_r^2 exp(log_sum_sq_probs_r)
+    is_top1 = 1 if the target is the first of the largest logits of its shard, the largest logit of every
+              earlier shard is smaller than the target's, and that of every later shard is not larger
 
 Every rank computes the same result. There are up to seven statistics per token. On a GPU, one kernel replaces
 about fifty PyTorch launches between two products.

@@ -2,8 +2,9 @@
 
 `fused_projection_triton` computes the statistics of a row and its unscaled gradient. `fused_gradient_triton`
 computes the gradient of rows from their statistics. Both use the product of `product_tiles_triton`.
-`kernels/fused_projection.py` documents the interface, and is its only caller. `kernels.fused_products` loads
-this package on such a GPU, and in a plan for one. `read` and `write` load Triton, which a plan does without.
+`kernels.fused_products` documents what such a package has, and loads this one on such a GPU, and in a plan
+for one. `kernels/fused_projection.py` is its only caller. `read` and `write` load Triton, which a plan does
+without.
 """
 
 import importlib
