@@ -67,8 +67,10 @@ def commit() -> str | None:
 
 
 def write_json(path: Path | None, document: dict) -> None:
-    """Replaces the file in one step, so that an interrupted run leaves the last whole state. A list of numbers
-    is one line."""
+    """Replaces the file in one step, so that an interrupted run leaves the last whole state.
+
+    A list of numbers is one line.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

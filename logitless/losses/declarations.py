@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from types import FunctionType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 from weakref import WeakSet
 
@@ -56,16 +56,10 @@ def _names_of_batches() -> frozenset[str]:
 def check_class(cls: type, base: type) -> None:
     """Raise TypeError unless a loss class defines `terms`, and is a dataclass if it has fields.
 
-    A field must not have the name of a property or method of the base classes, which it would replace. Each
-    class is checked once.
+    Each class is checked once.
     """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
-    for name in [field.name for field in fields(cls)]:
-        owners = [parent for parent in cls.__mro__ if callable_or_property(vars(parent).get(name))]
-        if owners:
-            remedy = f"rename it: {owners[0].__name__}.{name} is used in every call"
-            raise type_error(name, f"a field of {cls.__name__} with a name of its own", repr(name), remedy)
     taken = sorted(cls.roles.keys() & inspect.signature(base.__call__).parameters.keys())
     if taken:
         raise type_error(
@@ -94,10 +88,6 @@ def check_class(cls: type, base: type) -> None:
                     "decorate the class",
                 )
     _CHECKED.add(cls)
-
-
-def callable_or_property(value: object) -> bool:
-    return isinstance(value, (property, functools.cached_property, FunctionType))
 
 
 def check_constructor(cls: type, positional: Sequence, options: Mapping) -> None:

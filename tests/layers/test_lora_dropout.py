@@ -88,7 +88,7 @@ def test_masks_are_random_and_differ():
         for shift, dims in ((1, 0), (1, 1), (1, 2), (16, 2), (128, 2), (8, 1))
     ]
     assert all(((a & b).float().mean() - 0.49).abs() < 0.01 for a, b in apart)
-    assert torch.cat([draw(0, 0.05), draw(1, 0.05)]).float().mean() == pytest.approx(0.95, abs=0.003)
+    assert torch.cat([draw(0, 0.05), draw(1, 0.05)]).float().mean().item() == pytest.approx(0.95, abs=0.003)
     assert draw(0, 1e-6).all()
 
 

@@ -147,7 +147,8 @@ def test_a_head_of_one_id_that_is_the_ignored_one(make, reduction):
         for given in (teacher, teacher | {"mask": mask}):
             out = make(ignore_index=0, reduction=reduction)(hidden, weight, **given)
             out.loss.sum().backward()
-            assert not out.loss.any() and not hidden.grad.any() and not weight.grad.any()
+            for x in (out.loss, hidden.grad, weight.grad):  # 0 up to the rounding of a GPU's exponentials
+                assert x.abs().max() < 1e-6
             assert out.plan.rows == (4 if "mask" in given else 6)
 
 

@@ -3,7 +3,7 @@ on full logits. Those of single tokens are in tests/random."""
 
 import gc
 import weakref
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -292,20 +292,3 @@ def test_what_nobody_differentiates_is_freed():
     Watched()(hidden, weight, torch.arange(6)).loss.backward()
     gc.collect()
     assert ALIVE and all(alive() is None for alive in ALIVE)
-
-
-@pytest.mark.parametrize("name", ["head", "identity_", "prepare", "sequences"])
-def test_a_field_does_not_replace_what_every_call_uses(name):
-    def terms(self, stats, batch):
-        return {"nll": Term(-stats.logps)}, {}
-
-    options = {"frozen": True, "kw_only": True, "bases": (TokenLoss,), "namespace": {"terms": terms}}
-    kind = make_dataclass("Own", [(name, float, 0.5)], **options)
-    if name == "identity_":  # any other name
-        assert kind(identity_=0.1)(torch.randn(2, 4), torch.randn(9, 4), torch.arange(2)).loss > 0
-        return
-    message = (
-        f"^{name}: expected a field of Own with a name of its own, .*LinearLoss.{name} is used in every call"
-    )
-    with pytest.raises(TypeError, match=message):
-        kind()

@@ -9,7 +9,9 @@ from benchmarks.ce_peers import eager_loss
 from benchmarks.curves import Size, Trainer
 from benchmarks.gradient_errors import FILTERED, SeveralChunks, measure
 from logitless import CrossEntropyLoss
+from tests.support import DEVICE
 
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="trains on a CPU; the benchmark has GPUs")
 STEPS = 120
 CPU = torch.device("cpu")
 # Rows of a head and its batches: few, as truth and errors are in fp64
