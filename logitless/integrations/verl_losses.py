@@ -209,7 +209,10 @@ def correction_of(rollout_correction: Any) -> SamplerCorrection | None:
 
 
 def rejections(rollout_correction: Any) -> tuple[SamplerCorrection, ...]:
-    """The corrections of `rollout_rs`. verl drops rejected tokens from the mask: `mask & (weights > 0)`."""
+    """The corrections of `rollout_rs`. verl drops rejected tokens from the mask: `mask & (weights > 0)`.
+
+    In verl's bypass mode, the `old_logps` of `SamplerCorrection.weights` are those of the policy itself.
+    """
     names = read(rollout_correction, "rollout_rs", None)
     if not names:
         return ()

@@ -131,8 +131,8 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         sampling_mask: a `SamplingMask` with the ids that the sampler's truncation kept. Log-probabilities,
             entropy, and the reference's log-probabilities from `ref_hidden` are normalized over these ids.
             `old_logps`, `ref_logps` and `sampling_logps` must already be normalized over the same ids.
-        num_items: the divisor of the mean: the number of sequences if `loss_type` averages over sequences,
-            else the number of tokens.
+        num_items: the divisor of the mean: the number of sequences for a mean over sequences, else the number
+            of tokens.
         **arguments: mask and the other arguments of every loss, see `LinearLoss.__call__`.
 
     With `cu_seqlens`, an input of shape (N,) is refused if N equals B, because its shape does not tell
