@@ -16,6 +16,7 @@ from benchmarks import (
     numbers,
     pages,
     proof_commands,
+    proof_tables,
     recipes,
     steps,
     summary,
@@ -537,9 +538,9 @@ def plot(
     ] = RESULTS.parents[1],
 ) -> None:
     """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png,
-    docs/layers.png and docs/activations.png."""
+    docs/layers.png, docs/activations.png and docs/proof.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
-    from benchmarks import layer_picture, picture
+    from benchmarks import layer_picture, picture, proof_picture
 
     found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}
     if not found:
@@ -568,6 +569,10 @@ def plot(
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
+    if proof := newest("convergence", results):
+        page = root / "docs" / "proof.md"
+        tables |= {(page, name): body for name, body in proof_tables.of_page(proof[1]).items()}
+        tables[page, "proof-origin"] = origin(proof[1], proof)
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)
@@ -582,6 +587,10 @@ def plot(
         drawn = root / "docs" / "activations.png"
         activation_budgets.draw(fitted[1], drawn)
         typer.echo(f"{drawn}: drawn from {fitted[0]}")
+    if proof:
+        drawn = root / "docs" / "proof.png"
+        proof_picture.draw(proof[1], drawn)
+        typer.echo(f"{drawn}: drawn from {proof[0]}")
     if "layers" in documents:
         drawn = root / "docs" / "layers.png"
         layer_picture.draw(documents["layers"], drawn)

@@ -6,6 +6,7 @@ number in a sentence is rounded as it is printed.
 
 from collections.abc import Callable
 
+from benchmarks import curves
 from benchmarks.measure import LOSS_LIMIT
 from benchmarks.numbers import Claim, Derived, Result, Source, document
 from benchmarks.report import GIB
@@ -118,6 +119,41 @@ MANY_TOKENS, FEW = (0, 1, 2, 3), 6
 TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(9)), unit=0.01)
 FSDP = [shorter("fsdp.json", place, "stock", "our loss + our layers") for place in (0, 1)]
 
+PROOF_PAGE = "docs/proof.md"
+PROOF = "convergence.json"
+READ, STEP_0, STEP_500 = 0, 4, 6  # heads of cross-entropy, as they stand in the result
+READ_DPO, READ_GRPO = 1, 2
+
+
+def off(section: int, name: str, gradient: str = "d_hidden", key: str = "error") -> Result:
+    """The error of a gradient on a trained head, in percent."""
+    return Result(PROOF, ("gradients", section, "rows", name, gradient, key), 0.01)
+
+
+def curve(name: str, key: str) -> Result:
+    """A statistic of the training runs."""
+    return Result(PROOF, ("statistics", "rows", name, key))
+
+
+def curve_of(statistic: Callable[[dict, dict], float], seed: int, name: str = "logitless") -> Derived:
+    """A distance between the runs of one seed."""
+
+    def distance() -> float:
+        runs = {run["name"]: run for run in document(PROOF)["runs"]}
+        return statistic(runs[curves.key(curves.EAGER, seed)], runs[curves.key(name, seed)])
+
+    where = f"benchmarks/results/{PROOF}: runs of {name} and eager, seed {seed}"
+    return Derived(f"{statistic.__name__}: {where}", distance)
+
+
+def null(*keys: str) -> Result:
+    return Result(PROOF, ("statistics", "null", *keys))
+
+
+def times_null(name: str) -> Derived:
+    return ratio(curve(name, "early"), null("early"))
+
+
 AGAINST_FP64 = "tests/layers/test_fuse_layers.py: test_the_error_against_fp64_is_that_of_the_stock_models"
 HOPPER = "logitless/kernels/hopper/product_tiles_triton.py: GROUP_BYTES"
 MORE_MEMORY = Derived(
@@ -125,6 +161,16 @@ MORE_MEMORY = Derived(
     lambda ours, stock: ours - stock,
     (peak(STEPS, 6), peak(STEPS, 6, "TRL")),
 )
+
+SHADOW_MOST = Derived(
+    "the largest of the fp32 runs, times 1e6",
+    lambda: 1e6 * max(each["largest"] for each in document(PROOF)["shadow"] if each["dtype"] == "float32"),
+)
+SHADOW_STEPS = Derived(
+    "steps of the fp32 runs",
+    lambda: sum(len(each["steps"]) for each in document(PROOF)["shadow"] if each["dtype"] == "float32"),
+)
+SFT_BF16 = 1  # as it stands in the result
 
 CLAIMS = (
     Claim(
@@ -356,4 +402,121 @@ CLAIMS = (
         "is named after {} seconds",
         (stated(30, "logitless/parallel/agreement.py"),),
     ),
+    *(
+        Claim(page, text, tuple(off(READ, name) for name in ("logitless", "eager", "eager, fp32 logits")))
+        for page, text in (
+            (
+                README,
+                "is off by {}% on the head of a trained model, with PyTorch's bf16 logits by {}%, with fp32 "
+                "logits by {}%",
+            ),
+            (
+                PROOF_PAGE,
+                "is off by {}% with logitless, and by {}% with PyTorch's, TRL's and Liger's bf16 "
+                "logits. Full logits in fp32 are nearest on every head: {}%",
+            ),
+        )
+    ),
+    Claim(PROOF_PAGE, "and by {}% with PyTorch's, TRL's", (off(READ, "TRL"),)),
+    Claim(PROOF_PAGE, "and by {}% with PyTorch's, TRL's and Liger's", (off(READ, "Liger"),)),
+    Claim(
+        PROOF_PAGE,
+        "logitless is farther off ({}%) than PyTorch ({}%)",
+        (off(STEP_0, "logitless"), off(STEP_0, "eager")),
+    ),
+    Claim(PROOF_PAGE, "by {}e-6 at most, in {} steps of training", (SHADOW_MOST, SHADOW_STEPS)),
+    Claim(
+        PROOF_PAGE,
+        "whose largest logit is {} on average",
+        (Result(PROOF, ("gradients", READ, "facts", "largest logit")),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "{} times nearer to the truth than eager in the gradient of the hidden states, and {} times in",
+        tuple(
+            ratio(off(READ, "eager", gradient), off(READ, "logitless", gradient))
+            for gradient in ("d_hidden", "d_weight")
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the largest logit is {} after 500 steps, and the distance is smaller: {}% against {}%",
+        (
+            Result(PROOF, ("gradients", STEP_500, "facts", "largest logit")),
+            off(STEP_500, "logitless"),
+            off(STEP_500, "eager"),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "rounds the gradient of the hidden states more often: {}% against {}%",
+        (off(STEP_0, "logitless"), off(STEP_0, "eager")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        '"its rows, {}%" is the error that {}% of',
+        (stated(99, "the quantile"), stated(1, "100 - 99")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the noise of the head's gradient is {}% of its norm",
+        (Result(PROOF, ("gradients", READ, "facts", "noise of d_weight between batches"), 0.01),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "with a noise of {}% of their size",
+        (stated(5, "benchmarks/gradient_errors.py: preference"),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "is {}% too long on SmolLM2's head, and its loss is off by {}",
+        (
+            off(READ_DPO, "eager", key="gain"),
+            Result(PROOF, ("gradients", READ_DPO, "rows", "eager", "loss_error")),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "{} of {} rows of exactly 0 where",
+        (
+            Result(PROOF, ("gradients", READ_GRPO, "rows", "eager", "d_hidden", "zero_rows")),
+            Result(PROOF, ("gradients", READ_GRPO, "shape", "N")),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "gradient is {}% off although its loss agrees with ours to {}e-7",
+        (
+            Result(PROOF, ("shadow", SFT_BF16, "stock_error"), 0.01),
+            Result(PROOF, ("shadow", SFT_BF16, "largest_loss_difference"), 1e-7),
+        ),
+    ),
+    Claim(PROOF_PAGE, "mean and {}% interval", (stated(95, "benchmarks/curves.py: interval"),)),
+    Claim(
+        PROOF_PAGE,
+        "Its early distance is {} times the null's largest",
+        (times_null("logitless"),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "Late it is {} in seed 0, where the null reaches {}, and {} in seed 1, where the null reaches {}",
+        tuple(
+            source
+            for seed in (0, 1)
+            for source in (curve_of(curves.late, seed), null("by_seed", str(seed), "late"))
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "that of logitless is -{} to +{}. To call it equivalent, it would have to lie within {}",
+        (
+            Derived(
+                "less", lambda low: -low, (Result(PROOF, ("statistics", "rows", "logitless", "interval", 0)),)
+            ),
+            Result(PROOF, ("statistics", "rows", "logitless", "interval", 1)),
+            Derived("a fifth", lambda x: curves.MARGIN * x, (null("deviation_between_seeds"),)),
+        ),
+    ),
+    Claim(PROOF_PAGE, "the early distance is {} times the null's", (times_null("CCE (filtered)"),)),
+    Claim(PROOF_PAGE, "for which {}% is expected", (stated(0.24, "two roundings in place of three"),)),
 )

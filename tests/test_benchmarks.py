@@ -381,12 +381,12 @@ def test_the_yardstick_is_the_products(taught, frozen, monkeypatch):
 def test_pages_are_those_of_the_results(tmp_path):
     """Nobody wrote a number into a table by hand."""
     (tmp_path / "docs/howto").mkdir(parents=True)
-    names = ("activations", "benchmarks", "layers", "recipes", "sampling", "several_ids", "why")
+    names = ("activations", "benchmarks", "layers", "proof", "recipes", "sampling", "several_ids", "why")
     pages_with_tables = ("README.md", "docs/howto/speculators.md", *(f"docs/{name}.md" for name in names))
     for name in pages_with_tables:
         shutil.copy(ROOT / name, tmp_path / name)
     assert invoke("plot", "--root", str(tmp_path)).exit_code == 0
     for name in pages_with_tables:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run `python -m benchmarks plot`"
-    for drawn in ("ce.png", "layers.png"):
+    for drawn in ("ce.png", "layers.png", "proof.png"):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")

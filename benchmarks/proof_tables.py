@@ -1,0 +1,97 @@
+"""The tables of docs/proof.md, from a result of `python -m benchmarks convergence`."""
+
+from tabulate import tabulate
+
+from benchmarks import curves, gradient_errors
+from benchmarks.gradient_errors import CE, DEFAULT, FLOOR
+
+# The largest head of a result, whose rows are shown in detail
+DETAILED = "SmolLM2-135M, text read"
+
+
+def section_of(document: dict, head: str, objective: str = "CE") -> dict:
+    (found,) = [
+        section
+        for section in document["gradients"]
+        if (section["head"], section["objective"]) == (head, objective)
+    ]
+    return found
+
+
+def of_page(document: dict) -> dict[str, str]:
+    """Each table of the page, by the name of its markers."""
+    return {
+        "proof-heads": heads(document),
+        "proof-detail": gradient_errors.table(section_of(document, DETAILED), "github"),
+        "proof-objectives": objectives(document),
+        "proof-shadow": shadow(document),
+        "proof-curves": curves.table(document["statistics"], "github"),
+    }
+
+
+def heads(document: dict) -> str:
+    """Errors of cross-entropy's gradients on every head."""
+    return errors([section for section in document["gradients"] if section["objective"] == "CE"])
+
+
+def objectives(document: dict) -> str:
+    """The same of preferences and policies."""
+    return errors([section for section in document["gradients"] if section["objective"] != "CE"])
+
+
+def errors(sections: list[dict]) -> str:
+    """A column for each section: the errors of d_hidden and d_weight in percent."""
+
+    def facts(section: dict) -> str:
+        return f"{section['facts']['nats']:.1f}, {section['facts']['largest logit']:.0f}"
+
+    several = {section["objective"] for section in sections} != {"CE"}
+    headers = [
+        "d_hidden / d_weight, %",
+        *(
+            f"{section['head']}, {section['objective']}" if several else section["head"]
+            for section in sections
+        ),
+    ]
+    body = [["loss in nats, mean largest logit", *map(facts, sections)]]
+    names = dict.fromkeys(row["name"] for section in sections for row in section["rows"])
+    order = [FLOOR, *(peer.name for peer in CE.peers)]
+    for name in sorted(names, key=order.index):
+        rows = [next((row for row in section["rows"] if row["name"] == name), None) for section in sections]
+        cells = [name, *map(cell, rows)]
+        body.append([entry and f"**{entry}**" for entry in cells] if name == DEFAULT else cells)
+    align = ("left", *["right"] * len(sections))
+    return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    if row["verdict"] != "ok":
+        return row["verdict"]
+    return f"{100 * row['d_hidden']['error']:.2f} / {100 * row['d_weight']['error']:.2f}"
+
+
+def shadow(document: dict) -> str:
+    """A row for each trainer: how far the gradients are apart in fp32, and from fp32 in bf16."""
+    found = {(section["trainer"], section["dtype"]): section for section in document["shadow"]}
+    body = []
+    for trainer in dict.fromkeys(trainer for trainer, _ in found):
+        exact, low = found[trainer, "float32"], found[trainer, "bfloat16"]
+        body.append(
+            [
+                trainer,
+                len(exact["steps"]),
+                f"{exact['largest']:.1e}",
+                f"{100 * low['stock_error']:.1f}%",
+                f"{100 * low['error']:.1f}%",
+            ]
+        )
+    headers = [
+        "trainer",
+        "steps",
+        "fp32: largest difference of the gradients",
+        "bf16: stock's gradient off by",
+        "with the flag",
+    ]
+    return tabulate(body, headers, tablefmt="github", disable_numparse=True)
