@@ -52,6 +52,17 @@ def test_blocks_run_one_after_the_other(page, tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir()), "the README's blocks write nothing into the current folder"
 
 
+def test_num_items_of_the_loss_of_pairs_counts_pairs():
+    """Against plain PyTorch on full logits: the margin divided by 8 pairs, the NLL by the chosen tokens."""
+    torch.manual_seed(0)
+    names = run_blocks("docs/howto/own-loss.md")
+    hidden, weight, targets = names["hidden"], names["weight"], names["targets"]
+    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    chosen, rejected = (logps.sum(1) - names["ref_sums"]).chunk(2)
+    margin = torch.nn.functional.softplus(rejected - chosen)
+    torch.testing.assert_close(names["share"].loss, -logps[:2].mean() + margin.sum() / 8)
+
+
 def test_the_notebook_shows_equal_curves_and_less_memory():
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib").use("Agg")

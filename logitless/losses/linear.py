@@ -113,7 +113,8 @@ class LinearLoss(CheckedCall):
     # `sequences_per_group` sequences, 2 for a pair) or "batch" (all tokens).
     scope: ClassVar[str] = "token"
     # The unit that `num_items` counts: it replaces the divisor of the terms over this unit, and of no others.
-    # In fp16, the power of two in this unit's factor is applied after the products.
+    # It is refused if no term is over this unit. In fp16, the power of two in this unit's factor is applied
+    # after the products.
     unit: ClassVar[str] = "tokens"
     # Names of the tensor arguments of `__call__`, in addition to `hidden`, `weight`, `targets`, `bias` and
     # the `teacher_*` and `ref_*` tensors. `token_inputs`: targets' shape, shifted with the targets.
