@@ -31,11 +31,17 @@ def simulate() -> None:
     # Products of half precision, which the CPU lacks or sums in half precision.
     for name in ("mm.dtype_out", "addmm.dtype_out"):
         _PRODUCTS.impl(name, lambda *operands, out: out, "CPU")
-    replace(projection, "hidden_gradient", lambda d_logits, weight, out: torch.mm(d_logits, weight, out=out))
+    replace(projection, "hidden_gradient", _hidden_gradient)
     from logitless.kernels import launch
 
     replace(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0)))
     replace(launch.CachedLaunch, "_compile", _compile)
+
+
+def _hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    if out.dtype == d_logits.dtype:
+        return torch.mm(d_logits, weight, out=out)
+    return torch.mm(d_logits, weight, out_dtype=out.dtype, out=out)
 
 
 def replace(owner: object, name: str, value: object) -> None:
