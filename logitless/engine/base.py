@@ -144,7 +144,9 @@ def _check_transforms(tensors: Sequence[Tensor | None], *, trainable: bool) -> N
     kind = "" if transform is None else transform.key().name.lower()
     some = [x for x in tensors if x is not None]
     wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, some))
-    if (trainable and kind not in ("", "functionalize")) or (wrapped and kind in ("vmap", "jvp")):
+    # The kernels of a GPU read memory, which a wrapped tensor does not have.
+    unreadable = wrapped and (kind in ("vmap", "jvp") or some[0].is_cuda)
+    if (trainable and kind not in ("", "functionalize")) or unreadable:
         expected = "a call outside of the transforms of torch.func"
         raise value_error("torch.func", expected, f"one inside of {kind}", BY_FULL_LOGITS)
     if forward_ad._current_level < 0:

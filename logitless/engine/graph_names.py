@@ -112,10 +112,14 @@ class _Record(NamedTuple):
     values: tuple
 
 
+# Types of fields of a loss that are constants for Dynamo. torch 2.11 cannot trace `is_dataclass` of them.
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, type)
+
+
 def _to_constants(value: object) -> object:
     if type(value) is tuple:
         return tuple([_to_constants(x) for x in value])
-    if is_dataclass(value) and not isinstance(value, type):
+    if not isinstance(value, CONSTANTS) and is_dataclass(value):
         return _Record(type(value), tuple([getattr(value, field.name) for field in fields(value)]))
     return value
 

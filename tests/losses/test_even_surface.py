@@ -101,9 +101,11 @@ def test_boundaries_without_shift():
 @pytest.mark.parametrize("kind", [GRPOLoss, PPOLoss, RLOOLoss])
 def test_two_names_of_the_lower_clip_range(kind):
     x = every_loss.given(T)
+    logps = linear_logprobs(x.hidden, x.weight, x.targets).logps.detach()
+    # Ratios of exp(-0.1), outside 1 - 0.05 and inside 1 - 0.2, of tokens whose probability is to fall.
+    inputs = {"advantages": -x.advantages.abs(), "old_logps": logps + 0.1}
 
     def value(**options):
-        inputs = {"advantages": x.advantages, "old_logps": x.old_logps}
         return kind(**options)(x.hidden, x.weight, x.targets, **inputs).loss
 
     assert kind().epsilon == kind().upper == 0.2

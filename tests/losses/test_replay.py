@@ -54,11 +54,11 @@ class Case:
         self.kind, self.settings = kind, settings
         self.certain = torch.tensor([len(set(ids)) == 1 for ids in self.sets]).view(B, T)
         self.inputs = {"advantages": random(B, T) if kind is PPOLoss else random(B)}
-        if kind is not REINFORCELoss:
+        if kind is not REINFORCELoss or settings:
             noise = 0.3 * random(B, T).masked_fill(self.certain, 0.0)
             self.inputs["old_logps"] = self.statistics(self.hidden, self.weight)[0] + noise
         self.other = {"ref_hidden": random(B, T, 6), "ref_weight": random(V, 6)}
-        if settings.get("off_policy_mask_threshold") is not None:
+        if settings.get("off_policy_mask_threshold") is not None or settings.get("sampler_correction"):
             self.inputs["sampling_logps"] = self.inputs["old_logps"] + noise
 
     def statistics(self, hidden, weight, bias=None):

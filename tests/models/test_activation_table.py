@@ -76,7 +76,7 @@ def test_the_command(folder, capsys):
             "CONFIG: expected a folder with a config.json, or that file, got now",
         ),
         (["activations", folder, *size, "--budget", "1B"], "activation_budget: expected at least"),
-        (["activations", folder, *size, "--budget", "much"], "activation_budget: expected a positive number"),
+        (["activations", folder, *size, "--budget", "much"], "--budget: expected a positive number of bytes"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)
