@@ -117,9 +117,11 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, type)
 
 
 def _to_constants(value: object) -> object:
-    if type(value) is tuple:
+    if isinstance(value, CONSTANTS):
+        return value
+    if isinstance(value, tuple):
         return tuple([_to_constants(x) for x in value])
-    if not isinstance(value, CONSTANTS) and is_dataclass(value):
+    if is_dataclass(value):
         return _Record(type(value), tuple([getattr(value, field.name) for field in fields(value)]))
     return value
 

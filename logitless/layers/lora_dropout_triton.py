@@ -65,7 +65,7 @@ def load_dropped(x_ptr, bits_ptr, row, col, rows, columns, x_stride, row_bytes):
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dropout_project_kernel(
     x_ptr,
     bits_ptr,
@@ -77,14 +77,14 @@ def dropout_project_kernel(
     rows,
     columns,
     row_bytes,
-    count,
+    members,
     rank,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    member = tl.program_id(0) % count
-    row = (tl.program_id(0) // count).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    member = tl.program_id(0) % members
+    row = (tl.program_id(0) // members).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, RANK)
     bits_ptr += member.to(tl.int64) * rows * row_bytes
     a_ptr += member.to(tl.int64) * rank * columns
@@ -100,28 +100,28 @@ def dropout_project_kernel(
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "piece"])
 def dropout_weight_kernel(
     x_ptr,
     bits_ptr,
     d_h_ptr,
-    sums_ptr,
+    pieces_ptr,
     x_stride,
     d_h_stride,
     rows,
     columns,
     row_bytes,
-    count,
+    members,
     rank,
     piece,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    member = tl.program_id(0) % count
+    member = tl.program_id(0) % members
     tiles = tl.cdiv(columns, TILE)
-    col = tl.program_id(0) // count % tiles * TILE + tl.arange(0, TILE)
-    number = tl.program_id(0) // count // tiles
+    col = tl.program_id(0) // members % tiles * TILE + tl.arange(0, TILE)
+    number = tl.program_id(0) // members // tiles
     r = tl.arange(0, RANK)
     bits_ptr += member.to(tl.int64) * rows * row_bytes
     first = number * piece
@@ -134,12 +134,12 @@ def dropout_weight_kernel(
             d_h_ptr + row[None, :] * d_h_stride + (member * rank + r)[:, None], mask=inside, other=0.0
         )
         total = tl.dot(d_h, x, total)
-    out = sums_ptr + ((number * count + member) * rank + r).to(tl.int64)[:, None] * columns + col[None, :]
+    out = pieces_ptr + ((number * members + member) * rank + r).to(tl.int64)[:, None] * columns + col[None, :]
     tl.store(out, total, mask=(r < rank)[:, None] & (col < columns)[None, :])
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dropout_input_kernel(
     d_x_ptr,
     bits_ptr,
@@ -149,7 +149,7 @@ def dropout_input_kernel(
     rows,
     columns,
     row_bytes,
-    count,
+    members,
     rank,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -161,7 +161,7 @@ def dropout_input_kernel(
     inside = (row < rows)[:, None] & (col < columns)[None, :]
     d_x_ptrs = d_x_ptr + row[:, None] * columns + col[None, :]
     total = tl.load(d_x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    for member in tl.range(0, count, num_stages=1):
+    for member in tl.range(0, members, num_stages=1):
         d_h = tl.load(
             d_h_ptr + row[:, None] * d_h_stride + (member * rank + r)[None, :],
             mask=(row < rows)[:, None] & (r < rank)[None, :],

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 # The inputs of a loss whose `__call__` has no additional arguments.
-NO_INPUTS: Mapping[str, Any] = MappingProxyType({})
+NO_INPUTS: Mapping[str, Any] = {}
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
 
@@ -162,12 +161,13 @@ class LinearLoss(CheckedCall):
     # constructs.
     identity: ClassVar[str] = ""
     # Derived from the class attributes above and from the annotations of the fields.
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
+    # A plain dict: Dynamo does not trace a mapping proxy once the graph has changed any dict.
+    roles: ClassVar[Mapping[str, Role]] = {}
     numeric: ClassVar[tuple[tuple[str, NumericField], ...]] = ()  # (name, field)
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
-        cls.roles = MappingProxyType(roles_of(cls))
+        cls.roles = roles_of(cls)
         cls.numeric = numeric_fields(cls)
         check_names(cls)
         complete = cls.terms is not LinearLoss.terms  # False for an abstract base class
