@@ -387,7 +387,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
         if certain or not spans:
             spans.append(Span(chunked, rows))
     elif writes is Write.AFTER_LOSS:
-        strategy = "recompute" if projected else "resident"
+        strategy = "recompute" if len(chunks) > 1 else "resident"
     longest = max([chunk.count for chunk in chunks if chunk.kind is not Kind.GATHERED], default=0)
     chosen = strategy, tuple(spans), reads, writes, purpose is Pass.SOLVE
     passed_on = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits

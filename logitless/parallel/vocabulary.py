@@ -126,7 +126,10 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 
 class Shards(NamedTuple):
-    """The shards of a head on all ranks, exchanged in the call's one host sync."""
+    """The shards of a head on all ranks, exchanged in the call's one host sync.
+
+    A `TokenLoss` with `reduction="none"` exchanges them once more, in a host sync of its own.
+    """
 
     sizes: tuple[int, ...]  # rows of each shard
     fp32_logits: bool  # whether every rank has a kernel for fp32 logits (`HeadCall.fp32_logits`)
