@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -54,7 +54,9 @@ def unavailable_error(framework: str, problem: object) -> ImportError:
     installed = installed_version(framework)
     missing = (getattr(problem, "name", None) or "").partition(".")[0]
     is_missing = missing and sys.modules.get(missing) is None and find_spec(missing) is None
-    if installed != NOT_INSTALLED and is_missing:
+    owners = [name.replace("_", "-") for name in packages_distributions().get(missing, ())]
+    is_own = entry.package in owners  # the module is a part of the framework itself
+    if installed != NOT_INSTALLED and is_missing and not is_own:
         expected = f"{missing}, which {entry.package} {installed} imports"
         return ImportError(message(entry.package, expected, NOT_INSTALLED, f"install {missing}"))
     expected = "a complete installation" if _has_tested_minor(framework, installed) else entry.minor
