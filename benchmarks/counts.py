@@ -119,7 +119,7 @@ def sft_step(dtype: torch.dtype, folder: Path) -> Call:
 
 
 def run(document: dict) -> None:
-    """Fills `document`. Each machine has a process of its own, forked from this one and its imports."""
+    """Fill `document`. Each machine is measured in a separate process, a fork of this one."""
     if find_spec("trl"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import benchmarks.trainer_steps  # noqa: F401
@@ -242,8 +242,8 @@ def parents(event: FunctionEvent) -> Iterator[FunctionEvent]:
 
 def differences(fresh: dict, committed: dict) -> list[str]:
     """Where fresh counts are others than those of the file, beyond the allowance."""
-    alike = versions(fresh) == versions(committed)
-    names = [name for name in NUMBERS if alike or name not in OF_VERSIONS]
+    same_versions = versions(fresh) == versions(committed)
+    names = [name for name in NUMBERS if same_versions or name not in OF_VERSIONS]
     found = []
     for machine, rows in fresh["machines"].items():
         for call, row in rows.items():

@@ -712,7 +712,8 @@ def _supervised_in_graph(signature: Signature, tensors: Sequence[Tensor | None])
 
 def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     deferred, *saved = ctx.saved_tensors
-    sums, supervised = saved[: len(ctx.kinds)], saved[len(ctx.kinds) :]
+    sums = saved[: len(ctx.kinds)]
+    supervised = saved[len(ctx.kinds) :]
     # Without retain_graph, the saved gradients may be scaled in place and returned.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     factor = upstream[0] if deferred is None else deferred * upstream[0]

@@ -197,7 +197,8 @@ def plan_for(
     needs = call.needs
     budget = loss.logits_budget or default_budget(device)
     costs = loss.reader.costs(call, budget, purpose)
-    row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
+    row_bytes = costs.row_bytes
+    fixed = costs.fixed_bytes
     if rows.teacher is not None:
         row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
     replay = rows.replay

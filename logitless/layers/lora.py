@@ -197,8 +197,11 @@ def read(module: nn.Module, x: Tensor) -> Projection | str:
     if len(names) != 1 or names[0] not in module.lora_A:
         return "no adapter is active" if len(names) < 2 else "several adapters are active"
     (name,) = names
-    base, lora_a, lora_b = module.base_layer, module.lora_A[name], module.lora_B[name]
-    dropout, scale = module.lora_dropout[name], module.scaling[name]
+    base = module.base_layer
+    lora_a = module.lora_A[name]
+    lora_b = module.lora_B[name]
+    dropout = module.lora_dropout[name]
+    scale = module.scaling[name]
     if getattr(module, "lora_variant", {}).get(name) is not None:
         return "the adapter is not plain LoRA"
     is_4bit = _class_name(base) == FUSED_CLASSES["peft.tuners.lora.bnb.Linear4bit"]

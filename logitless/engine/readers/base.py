@@ -91,6 +91,18 @@ class Reader:
         self.rows = rows
         self.factors = factors
         self.reports: list[Report] = []
+        if known is None:
+            self.start(plan)
+        else:
+            self.resume(known, upstream)
+
+    def start(self, plan: Plan) -> None:
+        """Prepare a pass that computes statistics: allocate them."""
+        raise NotImplementedError
+
+    def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
+        """Prepare `Pass.GRADIENTS`, from the statistics (rows, ...) and their gradients by name."""
+        raise NotImplementedError
 
     # -- What a pass needs
 

@@ -15,9 +15,7 @@ from logitless.engine.call import HeadCall
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.readers.base import Costs, Reader, evaluate_statistics, logits_bytes
-from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors
 from logitless.errors import value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
@@ -123,19 +121,12 @@ class IdsReader(Reader):
 
     _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else OUT_OF_RANGE_COLUMN
 
-    def __init__(
-        self,
-        call: HeadCall,
-        rows: Rows,
-        plan: Plan | None,
-        factors: UnitFactors | None = None,
-        known: Mapping[str, Tensor] | None = None,
-        upstream: Mapping[str, Tensor] | None = None,
-    ):
-        super().__init__(call, rows, plan, factors)
-        if known is not None:
-            self.stats, self.grads = dict(known), dict(upstream)
-            return
+    def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
+        self.stats = dict(known)
+        self.grads = dict(upstream)
+
+    def start(self, plan: Plan) -> None:
+        call = self.call
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
             raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "pass a smaller k")

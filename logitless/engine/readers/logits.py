@@ -38,20 +38,15 @@ class LogitsReader(Reader):
     _teacher_buffer: Tensor | None = None
     _gradient: Tensor | None = None  # gradient of the last chunk that was evaluated
 
-    def __init__(
-        self,
-        call: HeadCall,
-        rows: Rows,
-        plan: Plan | None,
-        factors: UnitFactors | None = None,
-        known: Mapping[str, Tensor] | None = None,
-        upstream: Mapping[str, Tensor] | None = None,
-    ):
-        super().__init__(call, rows, plan, _unreduced_factors(call, rows) if factors is None else factors)
-        if upstream is not None:
-            self.upstream = upstream["values"]
-        elif factors is None:
-            self.values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
+    def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
+        self.factors = _unreduced_factors(self.call, self.rows)
+        self.upstream = upstream["values"]
+
+    def start(self, plan: Plan) -> None:
+        if self.factors is None:
+            call = self.call
+            self.factors = _unreduced_factors(call, self.rows)
+            self.values = torch.zeros(self.rows.count, dtype=call.stat_dtype, device=call.targets.device)
 
     @staticmethod
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:

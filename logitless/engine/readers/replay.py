@@ -18,7 +18,6 @@ from logitless.engine.projection import Chunk, Projection
 from logitless.engine.readers.tokens import TokenReader
 from logitless.engine.replay import GATHERED, PICKED, Replay
 from logitless.engine.rows import Rows
-from logitless.engine.terms import UnitFactors
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.transform import LogitTransform
@@ -87,27 +86,19 @@ class ReplayReader(TokenReader):
     Statistics and their gradients are in chunk order (see `replay.Replay`), except inside `evaluate`.
     """
 
-    def __init__(
-        self,
-        call: HeadCall,
-        rows: Rows,
-        plan: Plan | None,
-        factors: UnitFactors | None = None,
-        known: Mapping[str, Tensor] | None = None,
-        upstream: Mapping[str, Tensor] | None = None,
-    ):
-        if known is not None:
-            known, upstream = (
-                {name: rows.replay.in_chunk_order(x) for name, x in named.items()}
-                for named in (known, upstream)
-            )
-        super().__init__(call, rows, plan, factors, known, upstream)
-        if known is None:
-            certain = slice(rows.count - rows.replay.certain, rows.count)
-            for name, x in self.stats.items():
-                x[certain] = float(name == "is_top1")
-            if self.ref_logps is not None:
-                self.ref_logps[certain] = 0.0
+    def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
+        reordered = self.replay.in_chunk_order
+        known = {name: reordered(x) for name, x in known.items()}
+        super().resume(known, {name: reordered(x) for name, x in upstream.items()})
+
+    def start(self, plan: Plan) -> None:
+        super().start(plan)
+        count = self.rows.count
+        certain = slice(count - self.replay.certain, count)
+        for name, x in self.stats.items():
+            x[certain] = float(name == "is_top1")
+        if self.ref_logps is not None:
+            self.ref_logps[certain] = 0.0
 
     @property
     def replay(self) -> Replay:

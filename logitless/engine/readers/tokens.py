@@ -17,9 +17,7 @@ from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.readers.base import Costs, Reader, evaluate_statistics
 from logitless.engine.readers.ids import SlotReader, best
-from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors
 from logitless.kernels import fused_projection as fused
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
@@ -51,39 +49,32 @@ class TokenReader(Reader):
     predictions: Tensor | None = None
     head_sums: Tensor | None = None
 
-    def __init__(
-        self,
-        call: HeadCall,
-        rows: Rows,
-        plan: Plan | None,
-        factors: UnitFactors | None = None,
-        known: Mapping[str, Tensor] | None = None,
-        upstream: Mapping[str, Tensor] | None = None,
-    ):
-        super().__init__(call, rows, plan, factors)
-        if known is not None:
-            self.stats = TokenBuffers(**{name: x for name, x in known.items() if name != "predictions"})
-            self.grads = TokenBuffers(**upstream)
-            self.fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, Pass.GRADIENTS)
-            return
+    def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
+        self.stats = TokenBuffers(**{name: x for name, x in known.items() if name != "predictions"})
+        self.grads = TokenBuffers(**upstream)
+        self.fused_epilogue = self.call.fp32_logits and can_fuse_epilogue(self.call, Pass.GRADIENTS)
+
+    def start(self, plan: Plan) -> None:
+        call = self.call
+        count = self.rows.count
         loss = call.loss
         device = call.weight.device
         dtype = call.stat_dtype
         differentiates = loss.differentiates
-        self.stats = kernels.allocate_stats((*differentiates, *loss.observes), rows.count, dtype, device)
+        self.stats = kernels.allocate_stats((*differentiates, *loss.observes), count, dtype, device)
         # Allocated here, because `evaluate` may run on a side stream.
-        grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in differentiates}
+        grads = {name: torch.empty(count, dtype=dtype, device=device) for name in differentiates}
         self.grads = TokenBuffers(**grads)
         self.keeps_dlogp_dhidden = plan.strategy == "cached_grad"
         of_logps = self.keeps_dlogp_dhidden or tuple(differentiates) == ("logps",)
         self.is_multiple = of_logps and kernels.single_pass(call.dtype)
-        purpose = Pass.STATISTICS if factors is None else Pass.SOLVE
+        purpose = Pass.STATISTICS if self.factors is None else Pass.SOLVE
         self.fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
         if loss.return_predictions:
-            self.predictions = torch.empty(rows.count, dtype=torch.int64, device=device)
+            self.predictions = torch.empty(count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
             self.ref_weight = call.inputs["ref_weight"].to(call.dtype)
-            self.ref_logps = torch.empty(rows.count, dtype=dtype, device=device)
+            self.ref_logps = torch.empty(count, dtype=dtype, device=device)
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, stat_dtype: torch.dtype) -> bool:
@@ -219,7 +210,8 @@ class TokenReader(Reader):
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         loss = self.call.loss
-        stats, grads = self.stats[chunk.rows], self.grads[chunk.rows]
+        stats = self.stats[chunk.rows]
+        grads = self.grads[chunk.rows]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
