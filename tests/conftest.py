@@ -10,6 +10,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc  # noqa: E402
+import logging  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -64,6 +65,15 @@ def spared() -> None:
 def nothing_learned() -> None:
     """Forget earlier tests: on a GPU the calls of a loss decide whether its next one waits for the counts."""
     early_projection._STREAKS.clear()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A page's block, run as pasted, sets the library's log level: later tests of the process see theirs."""
+    logger = logging.getLogger("logitless")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -38,6 +38,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     def change(trainer):
         undone.append((trainer, dict(vars(trainer)), apply_to(trainer, logits_budget=2**14)))
 
+    caplog.clear()
     with caplog.at_level(logging.INFO, "logitless.trl_integration"):
         applied = step(kind, folder, change=change)
     assert_same_gradients(theirs, applied, rtol=1e-3)
