@@ -49,13 +49,12 @@ from logitless.engine.gradients import Gradients, either, finish
 from logitless.engine.graph_names import graph_key
 from logitless.engine.plan import Pass, Plan, Write
 from logitless.engine.projection import Chunk, Projection
-from logitless.engine.readers.base import METRICS, Reader, settled
+from logitless.engine.readers.base import METRICS, Reader
 from logitless.engine.readers.gathered import GatheredProjection
 from logitless.engine.readers.replay import ReplayProjection, ReplayReader
-from logitless.engine.reduction import power_of_two, unit_factors
+from logitless.engine.reduction import Factors, power_of_two, settled, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors
 from logitless.errors import value_error
 
 
@@ -300,7 +299,7 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
 
     cp_group: the ranks have different rows, and may run different numbers of chunks. For a loss of sequences,
     all rows of a rank form one span, and the ranks exchange sums in the single evaluation (step 5). For a
-    loss of single tokens, the loop has no collective, and `readers.base.settled` sums the loss after the
+    loss of single tokens, the loop has no collective, and `reduction.settled` sums the loss after the
     loop.
 
     torch.compile: the loop runs eagerly in the body of an operator (`operators`), and Dynamo does not trace
@@ -388,7 +387,7 @@ def run_head(
     rows: Rows,
     purpose: Pass,
     gradients: Gradients,
-    factors: UnitFactors | None = None,
+    factors: Factors | None = None,
     known: Mapping[str, Tensor] | None = None,
     upstream: Mapping[str, Tensor] | None = None,
     *,
@@ -496,13 +495,12 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
             heads=len(chosen),
             d_weight_in_stat_dtype=fixed_dtypes or main is not None,
         )
-        total, head_metrics = settled(call, reader.reports, factors.metrics)
-        # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read
-        # back.
-        is_one = isinstance(deferred, float) and deferred == 1.0
-        losses.append(total if is_one else total * deferred)
-        head_loss = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
-        metrics.append(torch.stack([head_loss, *head_metrics]))
+        row = settled(call.loss, reader.reports, call.stat_dtype)
+        # A new tensor, because the outputs of an operator must not be views of each other.
+        losses.append(row[0] * deferred)
+        if not (isinstance(deferred, float) and deferred == call.coefficient == 1.0):
+            row = torch.cat(((losses[-1] / call.coefficient).view(1), row[1:]))
+        metrics.append(row)
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, reader, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]

@@ -92,8 +92,10 @@ class Batch:
         # classes.
         self.vocabulary = vocabulary or WHOLE_VOCABULARY
         self._sequences = sequences or WHOLE_SEQUENCES
+        self.ignore_index = ignore_index
         self.ignored = None if ignore_index is None else targets == ignore_index
-        self.absent = tuple(name for name, x in inputs.items() if x is None)
+        self.names = tuple(inputs)
+        self.absent = tuple([name for name, x in inputs.items() if x is None])
         for name, value in inputs.items():
             setattr(self, name, value)
 

@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.engine.call import HeadCall
-from logitless.engine.compiled import ChunkInputs, chunk_function, compiled_chunk_function
+from logitless.engine.compiled import compiled_chunk_function
+from logitless.engine.evaluation import ChunkInputs, chunk_function
 from logitless.engine.plan import MIB, BudgetWarning, Facts, Pass, Plan, Replayed, make_plan, make_replay_plan
+from logitless.engine.reduction import Factors
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
-from logitless.engine.terms import UNITS, UnitFactors
+from logitless.engine.terms import UNITS
 from logitless.errors import warn
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVocabulary
 
@@ -151,7 +153,7 @@ class _Example(NamedTuple):
             inputs["teacher_logits"] = make(MEASURED_ROWS, self.teacher_width, dtype=self.dtype)
         units = dict.fromkeys((*UNITS, None), make((), dtype=torch.float32) + 1)
         chunk_inputs = ChunkInputs(
-            None, make(MEASURED_ROWS, dtype=torch.int64), inputs, UnitFactors(units, units), None
+            None, make(MEASURED_ROWS, dtype=torch.int64), inputs, Factors(units, units), None
         )
         return make(MEASURED_ROWS, self.width, dtype=self.dtype), chunk_inputs
 

@@ -1,98 +1,330 @@
-"""A `LogitsLoss` of one chunk and its gradient, by `torch.func.grad_and_value` under `torch.compile`."""
+"""The evaluation of a loss on a slice of rows, compiled.
+
+* A loss of per-token statistics, of this library: `evaluate` traces its terms, their gradient by
+  `torch.func.grad_and_value`, the reduction and the metrics into one graph, and compiles the graph by
+  Inductor. A call of the graph checks no guards, so that the host takes 15 to 50 us for what takes 130 to 850
+  us uncompiled.
+* A `LogitsLoss`: `compiled_chunk_function` is `evaluation.chunk_function` under `torch.compile`.
+
+A graph without guards is only right if nothing that the trace read can change. Therefore it is made for
+losses of this library alone, whose `terms` are pure functions of tensors and of the fields of a frozen loss;
+every tensor's dtype and shape is in its key, except for the numbers of rows and of sequences, which are
+symbols of their own; and a trace that needed any guard on a symbol is not used. The first call of a key
+compares the graph with the uncompiled evaluation.
+"""
 
 import functools
+import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from logitless.engine import evaluation
 from logitless.engine.batch import Batch
-from logitless.engine.local_autograd import grad_and_value
-from logitless.engine.spec import LossSpec
-from logitless.engine.terms import Sums, UnitFactors, evaluate_terms, metric_sums, reduced, unreduced
+from logitless.engine.evaluation import ChunkFunction, ChunkInputs, Evaluation, chunk_function
+from logitless.engine.reduction import Factors, Report, reduced, report
+from logitless.engine.remembered import Remembered
+from logitless.engine.segments import Segments
+from logitless.engine.spec import LossSpec, Role
+from logitless.engine.terms import declared
 from logitless.errors import warn
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
-
-class ChunkInputs(NamedTuple):
-    """The arguments of a `LogitsLoss` for one chunk, except the logits."""
-
-    bias: Tensor | None  # (V,)
-    targets: Tensor  # (n,)
-    inputs: Mapping[
-        str, Tensor | None
-    ]  # cut to the chunk; includes `teacher_logits` (n, V') if the loss has a teacher
-    factors: UnitFactors  # 0-d tensors
-    upstream: Tensor | None  # (n,) gradients of the values of an unreduced loss; None: ones
-
-
-class Evaluation(NamedTuple):
-    """The results of a `LogitsLoss` for one chunk."""
-
-    total: Tensor  # 0-d, the differentiated scalar
-    metrics: Sums
-    values: Tensor | None = None  # (n,) of an unreduced loss
+# Types of devices on which losses of per-token statistics are compiled.
+COMPILES_ON = ("cuda",) if os.environ.get("LOGITLESS_COMPILE") == "1" else ()
+LIBRARY = __name__.partition(".")[0]
+# Key -> `Graph`; None: the evaluation of this key is not compiled.
+_GRAPHS = Remembered()
+_LOCK = threading.Lock()
+# Sizes for which a graph is traced. They stand for all sizes of at least 2.
+TRACED_ROWS, TRACED_GROUPS = 352, 6
+# The error of a graph may be this many times that of the uncompiled evaluation, plus this many times the
+# rounding of the largest value.
+TIMES, ROUNDING = 2.0, 4.0
 
 
-# (logits (n, V), other arguments) -> (gradient (n, V) or None, evaluation)
-ChunkFunction = Callable[[Tensor, ChunkInputs], tuple[Tensor | None, Evaluation]]
+def evaluate(
+    loss: LossSpec,
+    statistics: Mapping[str, Tensor],
+    batch: Batch,
+    factors: Factors,
+    sequences: WholeSequences = WHOLE_SEQUENCES,
+    *,
+    differentiate: bool,
+) -> tuple[dict[str, Tensor], Report]:
+    """`evaluation.evaluate`, by a graph where there is one for these arguments, or can be.
 
-
-def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | None) -> Evaluation:
-    """Reduce the terms and metrics of a chunk.
-
-    With reduction="none" (`factors.loss` is None), the evaluation also contains the unreduced values (n,),
-    and its total is sum(values * upstream).
+    The first call of a key makes the graph, and already returns its results, so that equal calls have equal
+    results.
     """
-    losses, metrics = terms
-    sums = metric_sums(metrics)
-    if factors.loss is not None:
-        return Evaluation(reduced(losses, factors), sums)
-    values = unreduced(losses)
-    return Evaluation((values if upstream is None else values * upstream).sum(), sums, values)
+    graph = None
+    if _is_eligible(loss, batch):
+        key = _key(loss, statistics, batch, factors, differentiate)
+        if key not in _GRAPHS and not _is_capturing(batch.given_targets.device):
+            with _LOCK:
+                if key not in _GRAPHS:
+                    _GRAPHS[key] = _made(loss, statistics, batch, factors, differentiate)
+        graph = _GRAPHS.get(key)
+    if graph is None:
+        return evaluation.evaluate(loss, statistics, batch, factors, sequences, differentiate=differentiate)
+    return graph(statistics, batch, factors)
 
 
-def chunk_function(
-    loss: LossSpec, differentiate: bool, vocabulary: WholeVocabulary = WHOLE_VOCABULARY
-) -> ChunkFunction:
-    """Return the loss as a PyTorch function of one chunk of products (before the logit transform)."""
+def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
+    """Whether the evaluation of these arguments may run in a graph.
 
-    def objective(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor, tuple]:
-        """Return (total, fields of an `Evaluation`).
+    Not with several ranks, whose collectives a graph does not contain and which must all do the same; not if
+    deterministic algorithms are required; and not inside of a dispatch mode or a transform of torch.func.
+    """
+    targets = batch.given_targets
+    return (
+        targets.device.type in COMPILES_ON
+        and type(loss).__module__.partition(".")[0] == LIBRARY
+        and loss.tp_group is None
+        and loss.cp_group is None
+        and targets.shape[0] > 1
+        and (batch.segments is None or batch.segments.lengths.shape[0] > 0)
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not _is_switched_off()
+    )
 
-        Fields that are None are omitted, as torch.func requires.
-        """
-        z, _ = loss.head.logits(products, chunk.bias)
-        inputs = dict(chunk.inputs)
-        if inputs.get("teacher_logits") is not None:
-            inputs["teacher_logits"], _ = loss.teacher_head.logits(
-                inputs["teacher_logits"], inputs.get("teacher_bias")
+
+def _is_switched_off() -> bool:
+    """Whether the user has switched off the compiler: by an environment variable, or by a stance."""
+    if any([os.environ.get(name) == "1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")]):
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and dynamo._stance.stance == "force_eager"
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _key(
+    loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors, differentiate: bool
+) -> Hashable:
+    """All that a graph is compiled for: everything but the values of its tensors, and two of their sizes."""
+    inputs = [(name, getattr(batch, name)) for name in batch.names]
+    roles = loss.roles
+    return (
+        type(loss),
+        loss.identity,
+        differentiate,
+        batch.V,
+        batch.ignored is None,
+        *_grouping(loss, batch),
+        *(factors.loss or ()),
+        *factors.metrics,
+        batch.given_targets.device,
+        *[(name, x.dtype, x.shape[1:]) for name, x in statistics.items()],
+        *[
+            (name, x.dtype, x.shape if roles.get(name) in FIXED else x.shape[1:])
+            for name, x in inputs
+            if x is not None
+        ],
+    )
+
+
+def _grouping(loss: LossSpec, batch: Batch) -> tuple[bool, bool]:
+    """Whether several groups of the loss are evaluated as one, and whether there is just one group, whose
+    number is a constant of the graph.
+    """
+    segments = batch.segments
+    if segments is None:
+        return False, False
+    size = loss.sequences_per_group
+    return segments.roles != size, segments.lengths.shape[0] == size
+
+
+# Roles of inputs whose shape depends neither on the rows nor on the sequences of a slice.
+FIXED = (Role.VOCABULARY, Role.WHOLE)
+
+
+def _made(
+    loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors, differentiate: bool
+) -> "Graph | None":
+    """Make a graph, and compare it with the uncompiled evaluation; None if it cannot be used."""
+    name = type(loss).__name__
+    arguments = statistics, batch, factors
+    expected = evaluation.evaluate(loss, *arguments, differentiate=differentiate)  # raises errors of the call
+    try:
+        graph = Graph(loss, *arguments, differentiate)
+        found = graph(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        message = str(error).strip().partition("\n")[0]
+        warn(f"{name} is evaluated uncompiled, slower: {type(error).__name__}: {message}", UserWarning)
+        return None
+    exact = evaluation.evaluate(loss, *_in_double(statistics, batch, factors), differentiate=differentiate)
+    flat = [[*gradients.values(), report.table] for gradients, report in (found, expected, exact)]
+    if all(map(_is_as_exact, *flat)):
+        return graph
+    warn(f"{name} is evaluated uncompiled, slower: its compiled graph has other results", UserWarning)
+    return None
+
+
+def _in_double(
+    statistics: Mapping[str, Tensor], batch: Batch, factors: Factors
+) -> tuple[dict[str, Tensor], Batch, Factors]:
+    def wide(x: object) -> object:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    inputs = {name: wide(getattr(batch, name)) for name in batch.names}
+    ignore_index = None if batch.ignored is None else batch.ignore_index
+    double = Batch(batch.given_targets, batch.V, inputs, batch.segments, ignore_index=ignore_index)
+    return {name: wide(x) for name, x in statistics.items()}, double, factors
+
+
+def _is_as_exact(found: Tensor, expected: Tensor, exact: Tensor) -> bool:
+    """Whether the error of `found` is about as small as that of `expected`. inf and NaN must be alike."""
+    finite = expected.isfinite()
+    if not torch.equal(torch.where(finite, 0.0, found), torch.where(finite, 0.0, expected)):
+        same = torch.isclose(found, expected, equal_nan=True)
+        if not (same | finite).all():
+            return False
+    found, expected, exact = (torch.where(finite, x.double(), 0.0) for x in (found, expected, exact))
+    if not found.numel():
+        return True
+    eps = torch.finfo(torch.float32).eps
+    allowed = TIMES * (expected - exact).abs().max() + ROUNDING * eps * expected.abs().max()
+    return bool((found - exact).abs().max() <= allowed)
+
+
+class Graph:
+    """A compiled graph of `evaluation.evaluate` for one key.
+
+    It keeps no tensors and no loss: the fields of the loss are constants of the graph.
+
+    Raises:
+        Exception: the terms cannot be traced, or the trace needs a guard on the number of rows or of
+            sequences.
+    """
+
+    def __init__(
+        self,
+        loss: LossSpec,
+        statistics: Mapping[str, Tensor],
+        batch: Batch,
+        factors: Factors,
+        differentiate: bool,
+    ):
+        self._inputs = tuple([name for name in batch.names if getattr(batch, name) is not None])
+        self._variables = tuple(loss.differentiates) if differentiate else ()
+        self._run = compile_graph(*self._traced(loss, statistics, batch, factors))
+
+    def __call__(
+        self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors
+    ) -> tuple[dict[str, Tensor], Report]:
+        *gradients, table = self._run(*self._tensors(statistics, batch, factors))
+        return dict(zip(self._variables, gradients, strict=True)), Report(table)
+
+    def _tensors(self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors) -> list[Tensor]:
+        """The arguments of the graph, which reads all of them as contiguous."""
+        segments = batch.segments
+        lengths = () if segments is None else (segments.lengths.view(-1, segments.roles),)
+        stats = list(statistics.values())
+        inputs = [getattr(batch, name) for name in self._inputs]
+        vector = factors.vector(stats[0])
+        return [x.contiguous() for x in (*stats, batch.given_targets, *inputs, *lengths, vector)]
+
+    def _traced(
+        self, loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors
+    ) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+        """Return (the graph, the fake tensors for which it was traced)."""
+        from torch._dynamo.source import ConstantSource
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+        # Without duck sizing, two sizes that happen to be equal are two symbols.
+        environment = ShapeEnv(duck_shape=False)
+        mode = FakeTensorMode(shape_env=environment)
+
+        def symbol(name: str, size: int) -> torch.SymInt:
+            made = environment.create_symbol(
+                size, ConstantSource(name), DimDynamic.DYNAMIC, constraint_dim=None
             )
-        ignore_index = None if loss.compact else loss.ignore_index
-        V = vocabulary.total(products.shape[1])
-        batch = Batch(chunk.targets, V, inputs, ignore_index=ignore_index, vocabulary=vocabulary)
-        total, metrics, values = settle(evaluate_terms(loss, z, batch), chunk.factors, chunk.upstream)
-        fields = (total.detach(), metrics)
-        return total, fields if values is None else (*fields, values.detach())
+            return environment.create_symintnode(made, hint=size)
 
-    def evaluate(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor | None, Evaluation]:
-        if not differentiate:
-            return None, Evaluation(*objective(products, chunk)[1])
-        if vocabulary.sharded:
-            # torch.func does not support the collectives, which are autograd Functions.
-            gradients, (_, fields) = grad_and_value(
-                lambda leaves: objective(leaves["z"], chunk), {"z": products}
-            )
-            return gradients["z"], Evaluation(*fields)
-        gradient, (_, fields) = torch.func.grad_and_value(lambda z: objective(z, chunk), has_aux=True)(
-            products
-        )
-        return gradient, Evaluation(*fields)
+        rows = symbol("rows", TRACED_ROWS)
+        together, is_one = _grouping(loss, batch)
+        groups = 1 if is_one else symbol("groups", TRACED_GROUPS)
+        size = loss.sequences_per_group
+        sequences = size * groups
 
-    return evaluate
+        def fake(x: Tensor, *leading: torch.SymInt) -> Tensor:
+            with mode:
+                return torch.empty((*leading, *x.shape[len(leading) :]), dtype=x.dtype, device=x.device)
+
+        axes = {Role.VOCABULARY: (), Role.WHOLE: (), Role.SEQUENCE: (sequences,)}
+        fakes = [fake(x, rows) for x in (*statistics.values(), batch.given_targets)]
+        for name in self._inputs:
+            leading = axes.get(loss.roles.get(name), (rows,))
+            fakes.append(fake(getattr(batch, name), *leading))
+        if batch.segments is not None:
+            shape = (1, sequences) if together else (groups, size)
+            fakes.append(fake(batch.segments.lengths, *shape))
+        fakes.append(fake(factors.vector(next(iter(statistics.values())))))
+        function = self._function(loss, tuple(statistics), batch, factors)
+        graph = make_fx(function, tracing_mode="fake")(*fakes)
+        if environment.guards:
+            raise ValueError(f"its terms depend on a size: {environment.guards[0].expr}")
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph, fakes
+
+    def _function(
+        self, loss: LossSpec, names: Sequence[str], batch: Batch, factors: Factors
+    ) -> Callable[..., list[Tensor]]:
+        """The evaluation as a function of tensors: those of `_tensors`, to [*gradients, table]."""
+        absent, V, segments = batch.absent, batch.V, batch.segments
+        ignore_index = None if batch.ignored is None else batch.ignore_index
+        units = factors._replace(num_items_unit=None)
+
+        def function(*tensors: Tensor) -> list[Tensor]:
+            tensors = list(tensors)
+            statistics = {name: tensors.pop(0) for name in names}
+            targets = tensors.pop(0)
+            inputs = dict.fromkeys(absent) | {name: tensors.pop(0) for name in self._inputs}
+            parts = None
+            if segments is not None:
+                lengths = tensors.pop(0)  # (groups, sequences of a group)
+                parts = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape)
+            on_device = units.of_vector(tensors.pop(0))
+            rows = Batch(targets, V, inputs, parts, ignore_index=ignore_index)
+
+            def total(leaves: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor]]:
+                terms = loss.terms(declared(loss, {**statistics, **leaves}), rows)
+                terms = rows.masked(terms[0]), rows.masked(terms[1])
+                table = report(loss, terms, on_device, fused=False).table
+                return reduced(terms[0], on_device), (table,)
+
+            variables = {name: statistics[name] for name in self._variables}
+            if not variables:
+                return list(total(variables)[1])
+            gradients, (_, found) = torch.func.grad_and_value(total, has_aux=True)(variables)
+            return [*gradients.values(), *found]
+
+        return function
+
+
+def compile_graph(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph by Inductor. The result checks nothing of its arguments."""
+    import torch._inductor
+
+    return torch._inductor.standalone_compile(graph, list(fakes), dynamic_shapes="from_graph")
+
+
+# -- A `LogitsLoss` on one chunk
 
 
 def compiled_chunk_function(
@@ -119,7 +351,7 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
     plain.__code__ = plain.__code__.replace()
     run = torch.compile(plain, dynamic=True)
 
-    def evaluate(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor | None, Evaluation]:
+    def evaluate_chunk(products: Tensor, chunk: ChunkInputs) -> Evaluation:
         nonlocal run
         try:
             with _stance(products.device):
@@ -136,7 +368,7 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
             )
             return plain(products, chunk)
 
-    return evaluate
+    return evaluate_chunk
 
 
 def _is_of_the_compiler(error: Exception) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall, Layers, d_hidden_dtype
-from logitless.engine.local_autograd import identity_hooks
+from logitless.engine.hooks import identity_hooks
 from logitless.engine.plan import Kind, Plan, Write
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection

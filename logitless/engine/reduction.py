@@ -1,4 +1,4 @@
-"""The normalizer of each unit's sum, and the power of two that is deferred to the backward pass.
+"""The reduction of a loss: the factor of each unit's sum, and the sums of a slice in one tensor.
 
 In fp16, the factor of the loss's main unit is split into m * 2^e with m in [0.5, 1). The gradients of the
 chunks are multiplied by m, and the backward pass multiplies them by 2^e, which is exact. Therefore no
@@ -7,42 +7,79 @@ small kernels would delay the first product.
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
 from logitless.engine.rows import Rows
-from logitless.engine.terms import UnitFactors
+from logitless.engine.spec import LossSpec
+from logitless.engine.terms import GROUPS, Term, Terms
+from logitless.errors import value_error
+from logitless.kernels.head.sums import sums
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 Number = float | Tensor
 
 
-def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
-    """Return (the `UnitFactors` of a reduced loss, the deferred power of two).
+class Factors(NamedTuple):
+    """The factors of the sums over each unit. The key None is for terms with `over=None`."""
+
+    loss: Mapping[str | None, Number] | None  # None with reduction="none"
+    metrics: Mapping[str | None, Number]
+    num_items_unit: str | None = None  # the unit that `num_items` counts; None: the call has no `num_items`
+
+    def vector(self, like: Tensor) -> Tensor:
+        """(k,) all factors, for a compiled function: it would recompile for every Python number."""
+        options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+        values = [*(self.loss or {}).values(), *self.metrics.values()]
+        capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing and not any([isinstance(x, Tensor) for x in values]):
+            return torch.tensor(values, dtype=options["dtype"]).to(like.device, non_blocking=True)
+        # A CUDA graph would read the host's memory of a copy again.
+        tensors = [x if isinstance(x, Tensor) else torch.full((), x, **options) for x in values]
+        return torch.stack([x.to(**options) for x in tensors])
+
+    def of_vector(self, vector: Tensor) -> "Factors":
+        """The factors of these units as 0-d tensors, entries of a `vector`."""
+        first = len(self.loss or ())
+        loss, metrics = vector[:first].unbind(), vector[first:].unbind()
+        metrics = dict(zip(self.metrics, metrics, strict=True))
+        return self._replace(
+            loss=None if self.loss is None else dict(zip(self.loss, loss, strict=True)), metrics=metrics
+        )
+
+
+def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[Factors, Number]:
+    """Return (the factors of a reduced loss and its metrics, the deferred power of two).
 
     The factors of the loss are divided by the power of two. If `deferred` is None, the power of two is
     computed from the factor of the loss's main unit. Otherwise it is `deferred`.
     """
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
+    metrics = inverses(counts, call.stat_dtype)
     if loss.reduction == "sum":
-        normalizers = dict.fromkeys(counts, 1)
+        factors = dict.fromkeys(metrics, call.coefficient)
     else:
         normalizers = loss.normalizers(counts, call.targets, call.inputs)
         if call.num_items is not None:
             normalizers[loss.unit] = call.num_items
-    factors = _inverses(normalizers, call.stat_dtype, call.coefficient)
+        factors = inverses(normalizers, call.stat_dtype, call.coefficient)
     if deferred is None:
         deferred = power_of_two(factors[loss.unit])
-    loss_factors = {unit: factor / deferred for unit, factor in factors.items()}
-    counted = None if call.num_items is None else loss.unit
-    return UnitFactors(loss_factors, _inverses(counts, call.stat_dtype, 1.0), counted), deferred
+    if not (isinstance(deferred, float) and deferred == 1.0):
+        factors = {unit: factor / deferred for unit, factor in factors.items()}
+    return Factors(factors, metrics, None if call.num_items is None else loss.unit), deferred
 
 
-def metric_factors(counts: dict[str, int | Tensor], dtype: torch.dtype) -> dict[str | None, Number]:
-    """Factors of the metrics, which are means over this call regardless of `num_items` and `reduction`."""
-    return _inverses(counts, dtype, 1.0)
+def metric_factors(
+    tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int, dtype: torch.dtype
+) -> Factors:
+    """The factors with reduction="none", in which only the metrics are reduced."""
+    return Factors(None, inverses(unit_counts(tokens, chosen_tokens, sequences), dtype))
 
 
 def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int) -> dict[str, int | Tensor]:
@@ -50,8 +87,8 @@ def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: in
     return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
-def _inverses(
-    normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float
+def inverses(
+    normalizers: Mapping[str, Number], dtype: torch.dtype, coefficient: float = 1.0
 ) -> dict[str | None, Number]:
     """Unit -> coefficient / normalizer. A normalizer of 0 (an empty sum) is replaced by 1."""
     factors: dict[str | None, Number] = {None: coefficient}
@@ -70,3 +107,142 @@ def power_of_two(x: Number) -> Number:
         return 2.0 ** math.frexp(x)[1]
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp(torch.ones_like(mantissa), exponent)
+
+
+# -- The sums of a slice
+
+
+def reduced(
+    terms: Mapping[str, Term], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
+) -> Tensor:
+    """Return the reduced loss (0-d): the sum over all terms of (sum of the values * factor of the unit).
+
+    Raises:
+        ValueError: the call has `num_items`, but no term is over the unit that it counts.
+    """
+    _check_num_items(terms, factors)
+    return _added(list(terms.values()), [term.values.sum() for term in terms.values()], factors, sequences)
+
+
+def _added(
+    terms: Sequence[Term], totals: Sequence[Tensor], factors: Factors, sequences: WholeSequences
+) -> Tensor:
+    """Add the sums of the terms' values, each multiplied by its factor."""
+    first, *remaining = [
+        sequences.sum_unless_whole(total * factors.loss[term.over], term.over)
+        for term, total in zip(terms, totals, strict=True)
+    ]
+    return sum(remaining, first)
+
+
+def _check_num_items(terms: Mapping[str, Term], factors: Factors) -> None:
+    unit = factors.num_items_unit
+    if unit is not None and all(term.over != unit for term in terms.values()):
+        units = ", ".join(sorted({str(term.over) for term in terms.values()}))
+        raise value_error(
+            "num_items",
+            f"None for a loss without a term over {unit!r}, the unit that it counts",
+            f"a number with terms over {units}",
+            "leave it out, or set `unit` of the loss to the unit of its terms",
+        )
+
+
+class Report(NamedTuple):
+    """The sums of a slice: the rows for which `terms` is called once.
+
+    Attributes:
+        table: (1 + metrics,) or (1 + 2 * metrics,), without gradient. The reduced loss, up to the deferred
+            factor (0 with reduction="none"). For each metric, the sum of its values, times the factor of its
+            unit. If any metric has its own weights (`over` is a tensor): for each metric, the sum of its
+            weights, 0 if it has none.
+        whole: with `cp_group`, for each entry whether it is equal on all ranks; (): no entry is.
+    """
+
+    table: Tensor
+    whole: tuple[bool, ...] = ()
+
+
+def report(
+    loss: LossSpec,
+    result: Terms,
+    factors: Factors,
+    sequences: WholeSequences = WHOLE_SEQUENCES,
+    *,
+    fused: bool = True,
+) -> Report:
+    """Reduce the terms and the metrics of a slice.
+
+    Args:
+        loss: the loss.
+        result: what its `terms` returned.
+        factors: the factors of the call.
+        sequences: over which ranks the loss is summed now.
+        fused: whether one kernel may compute the sums. Not while a function is traced, nor in `torch.func`:
+            a kernel cannot read such tensors, and Dynamo would specialize on their shapes.
+    """
+    named, metrics = result
+    terms = [] if factors.loss is None else list(named.values())
+    if terms:
+        _check_num_items(named, factors)
+    metrics = [metrics[name] for name in loss.metric_names]
+    weights = [term.over for term in metrics if isinstance(term.over, Tensor)]
+    values = [term.values for term in (*terms, *metrics)] + weights
+    values = [x.detach() if x.requires_grad else x for x in values]
+    totals = _fused_totals(values) if fused else [x.sum() for x in values]
+    count = len(terms)
+    zero = None
+    if weights or not terms:
+        zero = next(iter(named.values())).values.new_zeros(())
+    table = [_added(terms, totals[:count], factors, sequences) if terms else zero]
+    for term, total in zip(metrics, totals[count:]):
+        factor = 1.0 if isinstance(term.over, Tensor) else factors.metrics[term.over]
+        table.append(total if isinstance(factor, float) and factor == 1.0 else total * factor)
+    if weights:
+        own = iter(totals[count + len(metrics) :])
+        table += [next(own) if isinstance(term.over, Tensor) else zero for term in metrics]
+    whole = ()
+    if sequences.sliced:
+        whole = (True, *[isinstance(term.over, str) and term.over in GROUPS for term in metrics])
+        whole += (False,) * (len(table) - len(whole))
+    return Report(torch.stack(table), whole)
+
+
+def _fused_totals(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum (0-d) of each tensor. Tensors of the same length are summed in one launch."""
+    alike: dict[tuple, list[int]] = {}
+    for number, x in enumerate(values):
+        alike.setdefault((x.dtype, x.shape), []).append(number)
+    totals = list(values)  # a 0-d value is its own sum
+    for (_, shape), numbers in alike.items():
+        if shape:
+            summed = sums([values[number] for number in numbers])
+            for number, total in zip(numbers, summed.unbind(), strict=True):
+                totals[number] = total
+    return totals
+
+
+def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Tensor:
+    """Combine all slices of a call: (1 + metrics,), the loss up to the deferred factor, then the metrics.
+
+    A metric is 0 if its divisor is 0. The result has the dtype of the statistics (`dtype`); the sums of a
+    `LogitsLoss` are wider if `logits_dtype` is.
+    """
+    tables = [x.table for x in reports]
+    table = tables[0] if len(tables) == 1 else torch.stack(tables).sum(0)
+    table = table.to(dtype)
+    sequences = loss.sequences
+    if sequences.sliced:
+        # One all-reduce, after the loop, because ranks may have different numbers of chunks. Both sums of a
+        # metric with its own weights are all-reduced, so that their ratio is that of the whole call.
+        summed = sequences.sum(table)
+        whole = reports[0].whole
+        if whole:
+            kept = torch.tensor(whole).to(table.device, non_blocking=True)
+            summed = torch.where(kept, table, summed)
+        table = summed
+    count = 1 + len(loss.metric_names)
+    if table.shape[0] > count:
+        weights = table[count:]
+        means = table[1:count] / torch.where(weights == 0, 1.0, weights)
+        table = torch.cat((table[:1], means))
+    return table

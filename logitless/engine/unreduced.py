@@ -9,10 +9,10 @@ from logitless.engine.call import HeadCall, check_constant
 from logitless.engine.plan import Plan
 from logitless.engine.readers.base import METRICS
 from logitless.engine.readers.logits import LogitsReader
-from logitless.engine.reduction import metric_factors, unit_counts
+from logitless.engine.reduction import metric_factors, report, settled
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Role, looks_at_sequences
-from logitless.engine.terms import evaluate_terms, means, metric_sums, unreduced
+from logitless.engine.terms import evaluate_terms, unreduced
 from logitless.parallel.vocabulary import Shards
 
 
@@ -31,19 +31,17 @@ def unreduced_loss(
         values = statistics["values"].view(shape)
         return values, statistics.get(METRICS, values.new_zeros(0)), {}, outcome.plan
     batch = _whole_batch(call)
-    dtype = statistics["lse"].dtype
-    terms, metrics = evaluate_terms(loss, statistics, batch)
-    values = unreduced(terms)
-    first = next(iter(terms.values()))
+    result = evaluate_terms(loss, statistics, batch)
+    values = unreduced(result[0])
+    first = next(iter(result[0].values()))
     supervised = batch.supervised.sum()
     chosen = 0
     if batch.segments is not None:
         chosen = (batch.supervised & batch.is_chosen).sum()
     tokens = loss.sequences.counts(call.targets.device, supervised, chosen)
-    factors = metric_factors(unit_counts(*tokens, call.sequence_count), dtype)
-    named_metrics = means([metric_sums(metrics)], factors, loss.sequences)
-    named_metrics = [named_metrics[name].to(dtype) for name in loss.metric_names]
-    stacked = torch.stack(named_metrics) if named_metrics else values.new_zeros(0)
+    dtype = statistics["lse"].dtype
+    factors = metric_factors(*tokens, call.sequence_count, dtype)
+    metrics = settled(loss, [report(loss, result, factors, loss.sequences, fused=False)], dtype)[1:]
     per_token = values.shape == call.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
     names = ()
@@ -51,7 +49,7 @@ def unreduced_loss(
         names = statistics
     elif loss.return_predictions:
         names = ("predictions",)
-    return values, stacked, {name: statistics[name].detach() for name in names}, outcome.plan
+    return values, metrics, {name: statistics[name].detach() for name in names}, outcome.plan
 
 
 def _whole_batch(call: HeadCall) -> Batch:

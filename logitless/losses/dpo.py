@@ -30,6 +30,7 @@ from logitless.losses.preference import (
     PairedLoss,
     ReferencedLoss,
     chosen_nll,
+    of_pairs,
     pair_metrics,
     preference_metrics,
 )
@@ -233,7 +234,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         """The log-probabilities of the sequences of each pair, under policy and reference."""
         weights = None
         if self.ld_alpha is not None:
-            shared = torch.minimum(*batch.lengths.chunk(2))
+            shared = torch.minimum(*of_pairs(batch.lengths))
             beyond = batch.positions >= batch.spread(torch.cat((shared, shared)))
             weights = 1 - (1 - self.ld_alpha) * beyond.to(stats.logps.dtype)
         policy = batch.sum_by_sequence(stats.logps if weights is None else stats.logps * weights)
@@ -242,7 +243,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         )
         scores = DIVERGENCES[self.f_divergence_type](self, policy - reference)
         lengths = batch.lengths.clamp(min=1).to(policy.dtype)
-        return Pairs(*policy.chunk(2), *reference.chunk(2), *scores.chunk(2), *lengths.chunk(2))
+        return Pairs(*of_pairs(policy), *of_pairs(reference), *of_pairs(scores), *of_pairs(lengths))
 
     def pair_weights(self, stats: TokenStats, batch: Batch) -> Tensor | float:
         """(pairs,) WPO's weights.
@@ -252,5 +253,5 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         if not self.use_weighting:
             return 1.0
         aligned = batch.sum_by_sequence(stats.logps.detach() - stats.log_sum_sq_probs)
-        chosen, rejected = (aligned / batch.lengths.clamp(min=1)).chunk(2)
+        chosen, rejected = of_pairs(aligned / batch.lengths.clamp(min=1))
         return bounded_exp(chosen + rejected)

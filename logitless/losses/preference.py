@@ -32,6 +32,12 @@ PAIR_METRICS = (
 TOKEN_METRICS = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy", "nll_loss")
 
 
+def of_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(sequences,) -> those of the chosen and of the rejected sequences, (pairs,) each."""
+    chosen, rejected = x.reshape(2, -1).unbind()
+    return chosen, rejected
+
+
 def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
     """-log sigma(x), with a fraction `label_smoothing` of the labels assumed to be flipped."""
     if not label_smoothing:

@@ -20,6 +20,7 @@ from logitless.losses.preference import (
     PairedLoss,
     UnreferencedLoss,
     chosen_nll,
+    of_pairs,
     pair_metrics,
     preference_metrics,
     smoothed,
@@ -77,9 +78,9 @@ class ORPOLoss(UnreferencedLoss):
             lengths = batch.sum_by_sequence(batch.completion.to(logps.dtype))
             logps = torch.where(batch.completion, logps, 0.0)
         means = batch.sum_by_sequence(logps) / lengths.clamp(min=1)
-        chosen, rejected = means.chunk(2)
+        chosen, rejected = of_pairs(means)
         certain = means.clamp(max=CERTAIN)
-        log_odds = torch.sub(*(certain - torch.log(-torch.expm1(certain))).chunk(2))
+        log_odds = torch.sub(*of_pairs(certain - torch.log(-torch.expm1(certain))))
         ratio = logsigmoid(log_odds)
         terms = {
             "nll": Term(chosen_nll(stats, batch), over="chosen_tokens"),
@@ -219,11 +220,11 @@ class CPOLoss(UnreferencedLoss):
         if means:
             logps = logps / batch.lengths.clamp(min=1)
         rewards = (1 - bounded_exp(-self.alpha * logps)) / self.alpha if self.alpha else logps
-        better, worse = rewards.chunk(2)
+        better, worse = of_pairs(rewards)
         terms = {"cpo": Term(CPO_LOSSES[self.loss_type](self, better - worse), over="pairs")}
         if self.cpo_alpha:
             terms["nll"] = Term(self.cpo_alpha * chosen_nll(stats, batch), over="chosen_tokens")
-        metrics = pair_metrics(logps.chunk(2), (self.beta * better, self.beta * worse))
+        metrics = pair_metrics(of_pairs(logps), (self.beta * better, self.beta * worse))
         return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)
 
 
@@ -263,7 +264,7 @@ class SimPOLoss(UnreferencedLoss):
             raise value_error("beta", "a positive number", self.beta, "the paper uses 2.0 to 2.5")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        chosen, rejected = (batch.sum_by_sequence(stats.logps) / batch.lengths.clamp(min=1)).chunk(2)
+        chosen, rejected = of_pairs(batch.sum_by_sequence(stats.logps) / batch.lengths.clamp(min=1))
         terms = {"simpo": Term(-logsigmoid(self.beta * (chosen - rejected) - self.gamma), over="pairs")}
         metrics = pair_metrics((chosen, rejected), (self.beta * chosen, self.beta * rejected))
         return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)

@@ -4,7 +4,7 @@
 operands' dtype they show the error to expect of any computation in that dtype.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -18,10 +18,10 @@ from logitless.engine.plan import Span
 from logitless.engine.readers.base import METRICS, batch_of
 from logitless.engine.readers.ids import IdsReader
 from logitless.engine.readers.logits import LogitsReader
-from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
+from logitless.engine.reduction import Factors, metric_factors, reduced, report, settled, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
+from logitless.engine.terms import Terms, evaluate_terms, unreduced
 from logitless.kernels.ids.slots import dedupe
 
 # Statistics that the engine never differentiates.
@@ -46,10 +46,10 @@ class Oracle:
         """Return a head's loss, and (1 + metrics,): the loss without its coefficient, then the metrics."""
         rows = rows_in_order(call)
         factors, _ = unit_factors(call, rows, 1.0)
-        terms, metrics = self._terms(call, rows)
-        loss = reduced(terms, factors)
-        metric_values = _compute_metrics(call, metrics, factors.metrics)
-        return loss, torch.stack([loss.detach() / call.coefficient, *metric_values])
+        terms = self._terms(call, rows)
+        loss = reduced(terms[0], factors)
+        metrics = _compute_metrics(call, terms, factors)
+        return loss, torch.cat(((loss.detach() / call.coefficient).view(1), metrics))
 
     def _unreduced_values(self, call: HeadCall) -> dict[str, Tensor]:
         """Return the result of an unreduced call: per-token statistics, or the values of a loss of logits."""
@@ -58,11 +58,12 @@ class Oracle:
         if not issubclass(call.loss.reader, LogitsReader):
             statistics, _ = self._statistics(call, rows)
             return {name: rows.scattered(x, N) for name, x in statistics.items()}
-        terms, metrics = self._terms(call, rows)
-        counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
-        metric_values = _compute_metrics(call, metrics, metric_factors(counts, call.stat_dtype))
-        found = {"values": rows.scattered(unreduced(terms), N)}
-        return found | ({METRICS: torch.stack(metric_values)} if metric_values else {})
+        terms = self._terms(call, rows)
+        found = {"values": rows.scattered(unreduced(terms[0]), N)}
+        metrics = _compute_metrics(
+            call, terms, metric_factors(rows.tokens, rows.chosen_tokens, call.sequence_count, call.stat_dtype)
+        )
+        return found | ({METRICS: metrics} if len(metrics) else {})
 
     def _terms(self, call: HeadCall, rows: Rows) -> Terms:
         """Evaluate the loss's `terms` on the whole call."""
@@ -137,9 +138,9 @@ def _whole_batch(call: HeadCall, rows: Rows) -> Batch:
     return batch_of(call, rows, Span(0, rows.count, 0, 1))
 
 
-def _compute_metrics(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]:
-    metric_means = means([metric_sums(metrics)], factors)
-    return [metric_means[name].to(call.stat_dtype) for name in call.loss.metric_names]
+def _compute_metrics(call: HeadCall, terms: Terms, factors: Factors) -> Tensor:
+    """Return the metrics (metrics,) of a call."""
+    return settled(call.loss, [report(call.loss, terms, factors, fused=False)], call.stat_dtype)[1:]
 
 
 def compute_logits(call: HeadCall, rows: Rows) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch._subclasses import FakeTensorMode
 
 from logitless import LogitsLoss, Term, TokenLoss
 from logitless.engine import terms as module
-from logitless.engine.terms import means, metric_sums, unreduced
+from logitless.engine.reduction import Factors, report, settled
+from logitless.engine.terms import unreduced
+from logitless.parallel.sequences import WHOLE_SEQUENCES
 from tests.support import DEVICE, EngineCalls
 
 H, V = 4, 11
@@ -500,11 +503,13 @@ def test_means():
         }
         for x, mask, pair in ((values, masks, values[:1]), (values[1:], masks[1:], values[:2]))
     ]
-    factors = {None: 1.0, "tokens": 0.2, "pairs": torch.tensor(1 / 3)}
-    found = means([metric_sums(metrics) for metrics in slices], factors)
+    factors = Factors(None, {None: 1.0, "tokens": 0.2, "pairs": torch.tensor(1 / 3)})
+    loss = SimpleNamespace(metric_names=tuple(slices[0]), sequences=WHOLE_SEQUENCES)
+    reports = [report(loss, ({"loss": Term(values)}, metrics), factors) for metrics in slices]
+    found = dict(zip(loss.metric_names, settled(loss, reports, torch.float32)[1:].tolist(), strict=True))
     expected = {"token": 2.6, "other token": 7.8, "pair": 4 / 3, "sum": 13.0, "whole": 13.0}
     expected |= {"hit": 0.8, "masked": 3.0, "nowhere": 0.0}
-    assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
+    assert found == pytest.approx(expected)
 
 
 def test_terms_of_several_units_are_not_unreduced():

@@ -1,6 +1,6 @@
 """`Reader`: what a kind of loss reads of a chunk of logits, and how it writes the gradient of the logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall
+from logitless.engine.compiled import evaluate
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.reduction import Factors, Report
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
-from logitless.engine.terms import Factors, Sums, UnitFactors, differentiated, evaluate_terms, means, reported
 from logitless.kernels.head.scale import scale
 from logitless.kernels.matmul import piece_bytes
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
@@ -25,13 +26,6 @@ SCALED_ROWS = 2048
 # Name of the one statistic that is not per token: the metrics of a `LogitsLoss` (metrics,). They are one
 # tensor, because the outputs of an operator must not be views of each other.
 METRICS = "metrics"
-
-
-class Report(NamedTuple):
-    """The reduced loss of a slice, up to the deferred factor, and the sums of its metrics."""
-
-    total: Tensor  # 0-d
-    metrics: Sums
 
 
 class Costs(NamedTuple):
@@ -74,7 +68,7 @@ class Reader:
         call: HeadCall,
         rows: Rows,
         plan: Plan | None,
-        factors: UnitFactors | None = None,
+        factors: Factors | None = None,
         known: Mapping[str, Tensor] | None = None,
         upstream: Mapping[str, Tensor] | None = None,
     ):
@@ -243,15 +237,11 @@ def evaluate_statistics(
         sequences: over which ranks the terms are summed now.
     """
     call = reader.call
-    batch = batch_of(call, reader.rows, span)
-    for name, x in constants.items():
-        setattr(batch, name, x)
-    names = call.loss.differentiates if call.trainable else ()
-    variables = {name: statistics[name] for name in names}
-    gradients, result = differentiated(
-        lambda leaves: evaluate_terms(call.loss, {**statistics, **leaves}, batch), variables, reader.factors
+    batch = batch_of(call, reader.rows, span, constants)
+    gradients, report = evaluate(
+        call.loss, statistics, batch, reader.factors, sequences, differentiate=call.trainable
     )
-    reader.reports.append(Report(*reported(result, reader.factors, sequences)))
+    reader.reports.append(report)
     return gradients
 
 
@@ -261,8 +251,10 @@ def logits_bytes(call: HeadCall) -> tuple[int, int]:
     return call.width * call.logits_dtype.itemsize, piece_bytes(call.weight.device, call.dtype, *shape)
 
 
-def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
-    """The targets and inputs of a loss, cut to a span of rows."""
+def batch_of(
+    call: HeadCall, rows: Rows, span: Span, constants: Mapping[str, Tensor] = MappingProxyType({})
+) -> Batch:
+    """The targets and inputs of a loss, cut to a span of rows, and `constants` (n, ...) of these rows."""
     at = rows.at(span.start, span.stop)
     loss = call.loss
     inputs = {}
@@ -277,22 +269,10 @@ def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
             sequences = rows.sequences(span.first, span.last) if sequences is None else sequences
             x = x[sequences]
         inputs[name] = x
+    inputs |= constants
     segments = None
     if rows.sequence_sizes is not None:
         segments = rows.segments(span.stop - span.start, span.first, span.last)
     ignore_index = None if loss.compact else loss.ignore_index
     shared = {"vocabulary": call.vocabulary, "sequences": call.sequences}
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
-
-
-def settled(call: HeadCall, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
-    """Combine all slices: (loss up to the deferred factor, metrics in the order of `metric_names`)."""
-    first, *remaining = [report.total for report in reports]
-    total = sum(remaining, first)  # starting from 0 would cost one more kernel
-    if call.loss.scope == "token" and call.sequences.sliced:
-        # With cp_group, this is the only all-reduce for a loss of single tokens. There is none per chunk,
-        # because ranks may have different numbers of chunks.
-        total = call.sequences.sum(total)
-    metrics = means([report.metrics for report in reports], factors, call.sequences)
-    total = total.to(call.stat_dtype)  # the total of a `LogitsLoss` is wider if `logits_dtype` is
-    return total, [metrics[name].to(call.stat_dtype) for name in call.loss.metric_names]

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Chunk, Projection
-from logitless.engine.readers.base import Report, batch_of
+from logitless.engine.readers.base import batch_of
 from logitless.engine.readers.ids import IdsReader
-from logitless.engine.terms import reported
+from logitless.engine.reduction import report
 from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logits, weighted_rows
 
 
@@ -116,7 +116,7 @@ class GatheredReader(IdsReader):
         numbers = logits[rows], self.stats["teacher_logps"][rows]
         result = call.loss.kernel(*numbers, factors, gradient)
         terms, metrics = map(batch_of(call, self.rows, span).masked, result)
-        self.reports.append(Report(*reported((terms, metrics), self.factors)))
+        self.reports.append(report(call.loss, (terms, metrics), self.factors))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         rows = chunk.rows

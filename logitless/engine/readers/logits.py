@@ -9,19 +9,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from logitless.engine import compiled
 from logitless.engine.batch import Batch
 from logitless.engine.budget import measured_row_bytes
 from logitless.engine.call import HeadCall
-from logitless.engine.compiled import ChunkInputs, Evaluation
-from logitless.engine.local_autograd import no_hooks
+from logitless.engine.compiled import compiled_chunk_function
+from logitless.engine.evaluation import ChunkInputs
+from logitless.engine.hooks import no_hooks
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
-from logitless.engine.readers.base import METRICS, Costs, Reader, Report, batch_of, logits_bytes, settled
-from logitless.engine.reduction import metric_factors, unit_counts
+from logitless.engine.readers.base import METRICS, Costs, Reader, batch_of, logits_bytes
+from logitless.engine.reduction import Factors, Report, metric_factors, report, settled
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
-from logitless.engine.terms import UnitFactors
+from logitless.engine.terms import unreduced
 from logitless.kernels.matmul import project
 
 
@@ -72,8 +72,11 @@ class LogitsReader(Reader):
             return {"values": self.values}
         if not self.reports:
             return {"values": self.values, METRICS: self.values.new_zeros(len(names))}
-        _, metrics = settled(self.call, self.reports, self.factors.metrics)
-        return {"values": self.values, METRICS: torch.stack(metrics)}
+        # A copy, because the outputs of an operator must not be views of each other.
+        return {
+            "values": self.values,
+            METRICS: settled(self.call.loss, self.reports, self.call.stat_dtype)[1:].clone(),
+        }
 
     def read(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
@@ -94,18 +97,15 @@ class LogitsReader(Reader):
             batch.teacher_logits = self._teacher_logits(span, logits) if taught else None
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
         if call.loss.has_kernel(logits.device, logits.dtype, call.inputs):
-            evaluation = self._by_kernel(logits, batch, upstream, written)
+            self._by_kernel(span, logits, batch, upstream, written)
         else:
             inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
-            chunk_inputs = ChunkInputs(
-                call.bias, batch.given_targets, inputs, self.factors.tensors(logits), upstream
-            )
-            evaluate = compiled.compiled_chunk_function(call.loss, written is not None, call.vocabulary)
+            factors = self.factors.of_vector(self.factors.vector(logits))
+            chunk_inputs = ChunkInputs(call.bias, batch.given_targets, inputs, factors, upstream)
+            evaluate = compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
-                self._gradient, evaluation = evaluate(logits, chunk_inputs)
-        self.reports.append(Report(evaluation.total, evaluation.metrics))
-        if self.values is not None:
-            self.values[span.start : span.stop] = evaluation.values
+                self._gradient, table, values = evaluate(logits, chunk_inputs)
+            self._keep(span, Report(table), values)
 
     def _teacher_logits(self, span: Span, logits: Tensor) -> Tensor:
         hidden, weight = self.call.inputs["teacher_hidden"], self.call.inputs["teacher_weight"]
@@ -116,8 +116,8 @@ class LogitsReader(Reader):
         return project(features, weight, self._teacher_buffer[:rows])
 
     def _by_kernel(
-        self, logits: Tensor, batch: Batch, upstream: Tensor | None, written: Chunk | None
-    ) -> Evaluation:
+        self, span: Span, logits: Tensor, batch: Batch, upstream: Tensor | None, written: Chunk | None
+    ) -> None:
         factors = gradient = None
         if written is not None:
             factor = self.factors.loss["tokens"] if upstream is None else upstream
@@ -131,17 +131,22 @@ class LogitsReader(Reader):
             gradient = written.grad_buffer
         terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
         self._gradient = gradient
-        return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)
+        result = batch.masked(terms), batch.masked(metrics)
+        values = None if self.values is None else unreduced(result[0])
+        self._keep(span, report(self.call.loss, result, self.factors), values)
+
+    def _keep(self, span: Span, report: Report, values: Tensor | None) -> None:
+        self.reports.append(report)
+        if self.values is not None:
+            self.values[span.start : span.stop] = values
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         chunk.gradient = self._gradient.to(self.call.dtype)
         self._gradient = None
 
 
-def _unreduced_factors(call: HeadCall, rows: Rows) -> UnitFactors:
-    """The factors with reduction="none", in which only the metrics are reduced."""
-    counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
-    return UnitFactors(None, metric_factors(counts, call.stat_dtype))
+def _unreduced_factors(call: HeadCall, rows: Rows) -> Factors:
+    return metric_factors(rows.tokens, rows.chosen_tokens, call.sequence_count, call.stat_dtype)
 
 
 def _inputs_of_terms(loss: LossSpec) -> list[str]:

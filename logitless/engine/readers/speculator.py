@@ -15,8 +15,9 @@ from torch import Tensor
 from logitless.engine.call import HeadCall
 from logitless.engine.plan import Pass, Span
 from logitless.engine.projection import Chunk, Projection
-from logitless.engine.readers.base import METRICS, Costs, Report, logits_bytes
+from logitless.engine.readers.base import METRICS, Costs, logits_bytes
 from logitless.engine.readers.logits import LogitsReader
+from logitless.engine.reduction import Report
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head import divergence, select
 from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics, twin_bytes
@@ -218,7 +219,7 @@ class SpeculatorReader(LogitsReader):
         """Report the loss of a chunk and, after the last chunk, the metrics."""
         names = self.call.loss.metric_names
         metrics = self._metrics() if complete else total.new_zeros(len(names))
-        self.reports.append(Report(total, {(None, *names): metrics}))
+        self.reports.append(Report(torch.cat((total.detach().view(1), metrics))))
 
     def _metrics(self) -> Tensor:
         """(metrics,) in the order of `metric_names`."""

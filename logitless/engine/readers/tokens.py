@@ -199,7 +199,7 @@ class TokenReader(Reader):
         constants = {}
         if self.ref_logps is not None:
             constants["ref_logps"] = self.ref_logps[span.start : span.stop]
-        # A loss of single tokens is summed over the ranks once, after the chunk loop (`base.settled`).
+        # A loss of single tokens is summed over the ranks once, after the chunk loop (`reduction.settled`).
         sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
         gradients = evaluate_statistics(self, span, dict(stats.items()), constants, sequences)
         for name, gradient in gradients.items():
