@@ -137,9 +137,9 @@ DPO_LOSSES: Mapping[str, Callable[[DPOOptions, Pairs], Tensor]] = {
 }
 DPO_TYPES = (*DPO_LOSSES, "sft")
 # Loss types that TRL computes from means over the tokens of a sequence; the other types use sums.
-AVERAGED = {"ipo", "sigmoid_norm"}
+AVERAGED = frozenset({"ipo", "sigmoid_norm"})
 # Loss types that sort the log-ratios of the whole batch.
-SORTED = {"aot", "aot_unpaired"}
+SORTED = frozenset({"aot", "aot_unpaired"})
 # Loss types that depend only on the difference of a pair's scores. The partition function cancels in this
 # difference for every divergence. In the other loss types it can be omitted only for the reverse KL.
 DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")

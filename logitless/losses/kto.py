@@ -113,7 +113,7 @@ class KTOLoss(ReferencedLoss):
         margin = KTO_MARGINS[self.loss_type](reward, self.beta * batch.kl)
         losses = sigmoid(torch.where(labels, -margin, margin))
         losses = torch.where(labels, self.desirable_weight * losses, self.undesirable_weight * losses)
-        metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
+        metrics = {"kl": Term(batch.kl.expand_as(logps), over="sequences"), "entropy": Term(stats.entropy)}
         mean_logits = stats.sum_logits / batch.V
         tokens = batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):

@@ -157,7 +157,7 @@ CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
 }
 
 # Loss types that TRL computes from means over the tokens of a sequence; the other types use sums.
-CPO_AVERAGED = {"ipo", "simpo"}
+CPO_AVERAGED = frozenset({"ipo", "simpo"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from logitless.engine import compiled
 from tests.random.calls import WRONG_MASKS, Call, Rounding, World
 from tests.random.known import unknown
 from tests.random.losses import CORRECTIONS, DIFFERENCES, FAMILIES, OTHERS, Family, per_token
@@ -198,6 +199,10 @@ FORMULA_INPUTS = {
 
 @pytest.mark.parametrize(("name", "options"), FORMULAS, ids=lambda x: x if isinstance(x, str) else str(x))
 def test_every_formula(name, options):
+    check(formula(name, options))
+
+
+def formula(name: str, options: dict) -> Call:
     inputs = FORMULA_INPUTS.get(name, {})
     sizes = {"lengths": (3, 5, 2, 4), "padding": 1, "V": 13, "H": 5}
     case = Call(
@@ -208,7 +213,38 @@ def test_every_formula(name, options):
     if "sampler_correction" in options:
         case = replace(case, inputs=inputs | {"sampling_logps": True})
     assert fits(case)
-    check(case)
+    return case
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> dict:
+    """Losses of per-token statistics are evaluated by graphs, which run uncompiled; those that were made."""
+    monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(compiled, "compile_graph", lambda graph, fakes: graph)
+    monkeypatch.setattr(compiled, "_is_switched_off", lambda: False)  # `run` switches the compiler off
+    monkeypatch.setattr(compiled, "_GRAPHS", {})
+    return compiled._GRAPHS
+
+
+@pytest.mark.filterwarnings("error:.*evaluated uncompiled")
+@pytest.mark.parametrize(("name", "options"), FORMULAS, ids=lambda x: x if isinstance(x, str) else str(x))
+def test_every_formula_in_a_graph(graphs, name, options):
+    """It has the results of the uncompiled evaluation. One graph serves every number of rows and sequences,
+    except that a single group has its own."""
+    case = formula(name, options)
+    several = (case.lengths, (6, 1, 7, 3, 2, 2, 5, 4))
+    for seed, lengths in enumerate((*several, case.lengths[: max(1, FAMILIES[name].group)])):
+        w = World(replace(case, lengths=lengths, seed=seed))
+        w.inputs = FAMILIES[name].given(w)
+        solve(FAMILIES[name], w)  # gives the upstream gradient its shape
+        found = run(FAMILIES[name], w)
+        made = len(graphs)
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr(compiled, "COMPILES_ON", ())
+            torch.testing.assert_close(found, run(FAMILIES[name], w), rtol=1e-12, atol=1e-12)
+        assert None not in graphs.values()
+        if name != "distillation" and options.get("reduction") != "none":
+            assert made == 1 or (made == 2 and lengths not in several)
 
 
 def check(case: Call) -> None:

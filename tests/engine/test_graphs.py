@@ -1,0 +1,340 @@
+"""Graphs of losses of per-token statistics: for which calls they are made, when they are refused, and that
+they serve every size. Every formula runs in a graph in tests/random/test_losses.py."""
+
+import copy
+import dis
+import gc
+import inspect
+import pickle
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+
+import pytest
+import torch
+
+import logitless.losses
+from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, Term, TokenLoss
+from logitless.engine import compiled
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.segments import Segments
+from tests.support import DEVICE
+
+H, V = 4, 12
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> dict:
+    """Graphs are made and run uncompiled, on every device; those that were made."""
+    monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(compiled, "compile_graph", checked)
+    monkeypatch.setattr(compiled, "_GRAPHS", {})
+    return compiled._GRAPHS
+
+
+def checked(graph, fakes):
+    """The compiled code relies on dtypes, strides and fixed sizes of the trace, without a check."""
+
+    def run(*tensors):
+        for x, fake in zip(tensors, fakes, strict=True):
+            assert x.dtype == fake.dtype and x.dim() == fake.dim() and x.is_contiguous()
+            assert all(isinstance(b, torch.SymInt) or a == b for a, b in zip(x.shape, fake.shape))
+        return graph(*tensors)
+
+    return run
+
+
+def operands(rows: int, *lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator("cpu").manual_seed(rows)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(DEVICE).requires_grad_()
+
+    targets = torch.randint(V, (rows, *lengths), generator=generator, device="cpu").to(DEVICE)
+    return [normal(rows, *lengths, H), normal(V, H), targets]
+
+
+def results(loss, hidden, weight, targets, **inputs) -> list[torch.Tensor]:
+    out = loss(hidden, weight, targets, **inputs)
+    return [out.loss.detach(), *out.metrics.values(), *torch.autograd.grad(out.loss, (hidden, weight))]
+
+
+def uncompiled(loss, *tensors, **inputs) -> list[torch.Tensor]:
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(compiled, "COMPILES_ON", ())
+        return results(loss, *tensors, **inputs)
+
+
+def test_sizes_that_happen_to_be_equal(graphs):
+    """As many rows as token ids, as sequences, and as both inputs; then each of them differs."""
+    loss = CrossEntropyLoss(label_smoothing=0.1)
+    for rows in (V, H, 2, 3, 100):
+        given = {"class_weights": torch.rand(V, device=DEVICE) + 0.5}
+        given |= {"token_weights": torch.rand(rows, device=DEVICE)}
+        tensors = operands(rows)
+        torch.testing.assert_close(results(loss, *tensors, **given), uncompiled(loss, *tensors, **given))
+    assert len(graphs) == 1
+    for sequences, length in ((4, 1), (8, 4), (2, 6), (6, 2)):
+        tensors = operands(sequences, length)
+        given = {"ref_logps": torch.randn(sequences, device=DEVICE)}
+        torch.testing.assert_close(
+            results(DPOLoss(), *tensors, **given), uncompiled(DPOLoss(), *tensors, **given)
+        )
+    assert len(graphs) == 3, "a pair alone has a graph of its own"
+
+
+def test_several_spans_and_counts_that_the_host_does_not_know(graphs):
+    tensors = operands(6, 5)
+    tensors[2][:, :2] = -100
+    for options in ({"logits_budget": 50_000}, {"compact": False}):
+        for loss in (CrossEntropyLoss(**options), GRPOLoss(loss_type="grpo", **options)):
+            given = (
+                {} if isinstance(loss, CrossEntropyLoss) else {"advantages": torch.randn(6, device=DEVICE)}
+            )
+            torch.testing.assert_close(results(loss, *tensors, **given), uncompiled(loss, *tensors, **given))
+    assert len(graphs) == 4 and None not in graphs.values()
+
+
+def test_a_copy_shares_the_graph_and_keeps_no_tensor(graphs):
+    loss = CrossEntropyLoss(z_loss=0.1)
+    hidden, weight, targets = operands(5)
+    results(loss, hidden, weight, targets)
+    kept = [weakref.ref(x) for x in (hidden, weight, targets)]
+    del hidden, weight, targets
+    gc.collect()
+    assert not any(reference() is not None for reference in kept)
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), CrossEntropyLoss(z_loss=0.1)):
+        results(other, *operands(7))
+    assert len(graphs) == 1
+    results(CrossEntropyLoss(z_loss=0.2), *operands(7))
+    assert len(graphs) == 2
+
+
+def test_another_vocabulary_dtype_and_grad_mode(graphs):
+    loss = CrossEntropyLoss(label_smoothing=0.1)
+    hidden, weight, targets = operands(5)
+    strided = torch.rand(2 * V, device=DEVICE)[::2]
+    for size, dtype in ((V, torch.float32), (V - 2, torch.float32), (V, torch.float64)):
+        tensors = [hidden.to(dtype), weight[:size].to(dtype), targets.clamp(max=size - 1)]
+        tensors[:2] = [x.detach().requires_grad_() for x in tensors[:2]]
+        for given in ({}, {"class_weights": strided[:size]}):
+            torch.testing.assert_close(results(loss, *tensors, **given), uncompiled(loss, *tensors, **given))
+            with torch.no_grad():
+                value = loss(*tensors, **given).loss
+            torch.testing.assert_close(value, results(loss, *tensors, **given)[0])
+    assert len(graphs) == 3 * 2 * 2 and None not in graphs.values()
+
+
+class Left(TokenLoss):
+    """A user's loss: its terms may read anything, so that a graph without guards would be wrong."""
+
+    def terms(self, stats, batch):
+        return {"left": Term(-stats.logps * FACTORS["now"])}, {}
+
+
+FACTORS = {"now": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inherits(CrossEntropyLoss):
+    pass
+
+
+def test_losses_of_users_are_not_traced(graphs):
+    tensors = operands(5)
+    before = results(Left(), *tensors)[0]
+    FACTORS["now"] = 2.0
+    torch.testing.assert_close(results(Left(), *tensors)[0], 2 * before)
+    results(Inherits(), *tensors)
+    assert not graphs
+
+
+@pytest.mark.parametrize("how", ["deterministic", "stance", "one row", "dispatch mode"])
+def test_calls_without_a_graph(graphs, how):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    tensors = operands(1 if how == "one row" else 5)
+    if how == "deterministic":
+        torch.use_deterministic_algorithms(True)
+        try:
+            results(CrossEntropyLoss(), *tensors)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    elif how == "stance":
+        with torch.compiler.set_stance("force_eager"):
+            results(CrossEntropyLoss(), *tensors)
+    elif how == "dispatch mode":
+        with Mode():
+            results(CrossEntropyLoss(), *tensors)
+    else:
+        results(CrossEntropyLoss(), *tensors)
+    assert not graphs
+
+
+class Branches(CrossEntropyLoss):
+    def terms(self, stats, batch):
+        terms, metrics = super().terms(stats, batch)
+        return (terms if stats.logps.shape[0] > 8 else {"other": Term(-2 * stats.logps)}), metrics
+
+
+class Reads(CrossEntropyLoss):
+    def terms(self, stats, batch):
+        terms, metrics = super().terms(stats, batch)
+        return {"scaled": Term(-stats.logps * float(stats.logps[0].detach()))}, metrics
+
+
+@pytest.mark.parametrize("cls", [Branches, Reads])
+def test_terms_that_cannot_be_traced_run_uncompiled(graphs, monkeypatch, cls):
+    """If the library had such a loss: a warning, once, and right numbers at every size."""
+    monkeypatch.setattr(cls, "__module__", "logitless.losses.own")
+    with pytest.warns(UserWarning, match=f"^{cls.__name__} is evaluated uncompiled, slower: "):
+        first = results(cls(), *operands(11))
+    torch.testing.assert_close(first, uncompiled(cls(), *operands(11)))
+    torch.testing.assert_close(results(cls(), *operands(5)), uncompiled(cls(), *operands(5)))
+    assert set(graphs.values()) == {None}
+
+
+@pytest.mark.parametrize("wrong", [0, -1], ids=["gradient", "table"])
+def test_a_graph_with_other_results_is_not_used(graphs, monkeypatch, wrong):
+    def miscompiled(graph, fakes):
+        def run(*tensors):
+            found = list(graph(*tensors))
+            found[wrong] = found[wrong] * (1 + 1e-4)
+            return found
+
+        return run
+
+    monkeypatch.setattr(compiled, "compile_graph", miscompiled)
+    tensors = operands(50)
+    with pytest.warns(UserWarning, match="^CrossEntropyLoss is evaluated uncompiled, slower: its compiled"):
+        torch.testing.assert_close(
+            results(CrossEntropyLoss(), *tensors), uncompiled(CrossEntropyLoss(), *tensors), rtol=0, atol=0
+        )
+
+
+def test_an_error_of_the_call_is_the_callers(graphs):
+    """It is raised as it is, and the next call makes the graph."""
+    hidden, weight, targets = operands(5)
+    with pytest.raises(ValueError, match="^num_items: expected"):
+        CrossEntropyLoss()(hidden, weight, targets, num_items=-1)
+    results(CrossEntropyLoss(), hidden, weight, targets)
+    assert len(graphs) == 1 and None not in graphs.values()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_values_that_are_not_finite(graphs, value):
+    hidden, weight, targets = operands(5)
+    with torch.no_grad():
+        hidden[1, 0] = value
+    for loss in (CrossEntropyLoss(), CrossEntropyLoss(label_smoothing=0.1)):
+        found, expected = (f(loss, hidden, weight, targets) for f in (results, uncompiled))
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    assert len(graphs) == 2 and None not in graphs.values()
+
+
+def test_threads_make_one_graph(graphs, monkeypatch):
+    made = []
+
+    def slowly(graph, fakes):
+        time.sleep(0.05)
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(compiled, "compile_graph", slowly)
+    expected = uncompiled(CrossEntropyLoss(), *operands(5))
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(results(CrossEntropyLoss(), *operands(5))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and len(found) == 4, made
+    assert None not in graphs.values()
+    for each in found:
+        torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and DEVICE.type == "cpu", reason="Inductor needs a compiler")
+def test_a_compiled_graph(graphs, monkeypatch):
+    """By Inductor: the only test here that compiles."""
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(compiled, "_GRAPHS", {})
+    loss = DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5])
+    for sequences, length in ((4, 8), (6, 3), (8, 16)):
+        tensors = operands(sequences, length)
+        tensors[2][1::2, : length // 2] = -100
+        given = {"ref_logps": torch.randn(sequences, device=DEVICE)}
+        found = results(loss, *tensors, **given)
+        torch.testing.assert_close(found, results(loss, *tensors, **given), rtol=0, atol=0)
+        torch.testing.assert_close(found, uncompiled(loss, *tensors, **given))
+    (graph,) = compiled._GRAPHS.values()
+    assert graph is not None
+
+
+# -- What a trace may read
+
+IMMUTABLE = (type(None), bool, int, float, str, tuple, frozenset, torch.dtype, ModuleType, type, FunctionType)
+LOSSES = [x for x in vars(logitless.losses).values() if inspect.isclass(x) and issubclass(x, TokenLoss)]
+
+
+def reached(cls: type) -> dict[str, FunctionType]:
+    """The functions of the library that `cls.terms` may call, by their names."""
+    owners = (cls, Batch, TokenStats, Segments)
+    found: dict[str, FunctionType] = {}
+    waiting = [cls.terms]
+    while waiting:
+        function = waiting.pop()
+        if not function.__module__.startswith("logitless.") or function.__qualname__ in found:
+            continue
+        found[function.__qualname__] = function
+        for code in codes(function.__code__):
+            for name in code.co_names:
+                attributes = [inspect.getattr_static(owner, name, None) for owner in owners]
+                for x in (function.__globals__.get(name), *attributes):
+                    x = getattr(x, "fget", None) or getattr(x, "function", x)  # a property
+                    several = x.values() if isinstance(x, dict) and name.isupper() else [x]
+                    waiting += [y for y in several if isinstance(y, FunctionType)]
+    return found
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+@pytest.mark.parametrize("cls", LOSSES, ids=lambda cls: cls.__name__)
+def test_terms_read_nothing_that_changes(cls):
+    """Module constants, which nothing rebinds; no closures; and no attributes but those of frozen losses."""
+    functions = reached(cls)
+    assert f"{cls.terms.__qualname__}" in functions
+    for name, function in functions.items():
+        assert not function.__closure__, f"{name} is a closure"
+        for code in codes(function.__code__):
+            for step in dis.get_instructions(code):
+                assert step.opname not in ("STORE_GLOBAL", "DELETE_GLOBAL"), f"{name} writes {step.argval}"
+                x = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+                table = isinstance(x, dict) and step.argval.isupper()
+                fixed = isinstance(x, IMMUTABLE) or callable(x) or table
+                assert fixed, f"{name} reads {step.argval}"
+
+
+def test_what_is_reached():
+    """The walk sees helpers in other modules, tables of functions, methods and properties."""
+    names = set(reached(DPOLoss))
+    assert {"DPOLoss.pairs", "of_pairs", "Batch.sum_by_sequence", "Segments.sum", "smoothed"} <= names
+    assert len(reached(GRPOLoss)) > 15
