@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from logitless import losses
 from logitless._version import __version__
 from logitless.losses import *  # noqa: F403
+from logitless.losses.given_logits import cross_entropy
 
 if TYPE_CHECKING:
     from logitless.tools.check import CheckReport, check
     from logitless.tools.estimate import Estimate, estimate
 
-__all__ = ["CheckReport", "Estimate", "__version__", "check", "estimate"]
+__all__ = ["CheckReport", "Estimate", "__version__", "check", "cross_entropy", "estimate"]
 __all__ += losses.__all__  # a form that type checkers know
 
 # Names that training does not need are imported on first use.

@@ -237,7 +237,7 @@ def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Te
         summed = sequences.sum(table)
         whole = reports[0].whole
         if whole:
-            kept = torch.tensor(whole).to(table.device, non_blocking=True)
+            kept = torch.tensor(whole, dtype=torch.bool).to(table.device, non_blocking=True)
             summed = torch.where(kept, table, summed)
         table = summed
     count = 1 + len(loss.metric_names)

@@ -84,6 +84,17 @@ class CrossEntropyLoss(TokenLoss):
         return ("logps", "lse") if self.z_loss else ("logps",)
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        z_loss = self.z_loss * stats.lse.square() if self.z_loss else torch.zeros_like(stats.lse)
+        metrics = {
+            "token_accuracy": Term(stats.is_top1),
+            "entropy": Term(stats.entropy),
+            "z_loss": Term(z_loss),
+            "num_tokens": Term(torch.ones_like(stats.lse), over=None),
+        }
+        return {"cross_entropy": Term(self.values(stats, batch))}, metrics
+
+    def values(self, stats: TokenStats, batch: Batch) -> Tensor:
+        """(n,) the loss of each token."""
         nll = -stats.logps * stats.logps.detach().exp() if self.dft else -stats.logps
         if batch.class_weights is not None:
             nll = nll * of_targets(batch.class_weights.to(nll.dtype), batch.targets)
@@ -91,17 +102,8 @@ class CrossEntropyLoss(TokenLoss):
             total = batch.V if batch.class_weights is None else batch.class_weights.to(nll.dtype).sum()
             smooth = (total * stats.lse - stats.sum_logits) / batch.V
             nll = (1 - self.label_smoothing) * nll + self.label_smoothing * smooth
-        z_loss = self.z_loss * stats.lse.square() if self.z_loss else torch.zeros_like(stats.lse)
-        loss = nll + z_loss if self.z_loss else nll
-        if batch.token_weights is not None:
-            loss = loss * batch.token_weights.to(loss.dtype)
-        metrics = {
-            "token_accuracy": Term(stats.is_top1),
-            "entropy": Term(stats.entropy),
-            "z_loss": Term(z_loss),
-            "num_tokens": Term(torch.ones_like(stats.lse), over=None),
-        }
-        return {"cross_entropy": Term(loss)}, metrics
+        loss = nll + self.z_loss * stats.lse.square() if self.z_loss else nll
+        return loss if batch.token_weights is None else loss * batch.token_weights.to(loss.dtype)
 
     def normalizers(
         self, counts: Mapping[str, Tensor], targets: Tensor, inputs: Mapping[str, Tensor | None]

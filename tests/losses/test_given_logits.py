@@ -1,0 +1,221 @@
+"""`cross_entropy` of logits that exist: the formula of `CrossEntropyLoss`, refusals, and memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from logitless import cross_entropy
+from logitless.engine.budget import PeakBytes
+from tests.support import DEVICE, relative_error
+
+V = 23
+OPTIONS = (
+    {},
+    {"label_smoothing": 0.2, "z_loss": 0.1},
+    {"dft": True, "z_loss": 0.3},
+    {"softcap": 3.0, "logit_scale": 0.5, "temperature": 2.0, "label_smoothing": 0.1},
+    {"ignore_index": 2, "reduction": "sum"},
+    {"reduction": "none", "label_smoothing": 0.1},
+    {"num_items": 7.5},
+)
+WEIGHTS = ((), ("class_weights",), ("class_weights", "token_weights"))
+
+
+def formula(logits, targets, class_weights=None, token_weights=None, **options):
+    """The docstring of `CrossEntropyLoss`, on fp64 logits: the loss of each token and its divisor."""
+    c, scale, t = (options.get(name) for name in ("softcap", "logit_scale", "temperature"))
+    x = logits.double() * (scale or 1.0)
+    z = (x if c is None else c * torch.tanh(x / c)) / (t or 1.0)
+    weights = torch.ones(V, dtype=z.dtype, device=z.device) if class_weights is None else class_weights
+    supervised = targets != options.get("ignore_index", -100)
+    y = torch.where(supervised, targets, 0)
+    lse = z.logsumexp(-1)
+    z_y = z.gather(-1, y[..., None])[..., 0]
+    first = weights[y] * (lse - z_y)
+    if options.get("dft"):
+        first = first * (z_y - lse).exp().detach()
+    epsilon = options.get("label_smoothing", 0.0)
+    smooth = (weights * (lse[..., None] - z)).sum(-1) / V
+    values = (1 - epsilon) * first + epsilon * smooth + options.get("z_loss", 0.0) * lse.square()
+    values = torch.where(supervised, values if token_weights is None else values * token_weights, 0.0)
+    reduction = options.get("reduction", "mean")
+    if reduction == "none":
+        return values
+    if reduction == "sum":
+        return values.sum()
+    return values.sum() / options.get("num_items", torch.where(supervised, weights[y], 0.0).sum())
+
+
+def given(*shape: int, dtype=torch.float64, seed: int = 0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    logits = (3 * torch.randn(*shape, V, generator=generator, device="cpu")).to(DEVICE, dtype)
+    targets = torch.randint(V, shape, generator=generator, device="cpu").to(DEVICE)
+    targets[..., 1] = -100
+    weights = {
+        "class_weights": torch.rand(V, generator=generator, device="cpu").to(DEVICE, torch.float64),
+        "token_weights": torch.rand(*shape, generator=generator, device="cpu").to(DEVICE, torch.float64),
+    }
+    return logits.requires_grad_(), targets, weights
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("names", WEIGHTS, ids=lambda x: "+".join(x) or "plain")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_formula(options, names, inplace):
+    logits, targets, weights = given(3, 5)
+    if "ignore_index" in options:
+        targets = torch.where(targets == -100, 2, targets)
+    weights = {name: weights[name] for name in names}
+    expected = formula(logits, targets, **weights, **options)
+    upstream = torch.linspace(-1, 2, expected.numel(), dtype=torch.float64, device=DEVICE).view(
+        expected.shape
+    )
+    (d_expected,) = torch.autograd.grad(expected, logits, upstream)
+    found = cross_entropy(logits * 1.0, targets, **weights, **options, inplace=inplace)
+    (d_found,) = torch.autograd.grad(found, logits, upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(d_found, d_expected, rtol=1e-12, atol=1e-12)
+    assert d_found.norm() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    logits, targets, _ = given(40, dtype=dtype)
+    found = cross_entropy(logits, targets, label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(found, logits)
+    wide = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide, targets, label_smoothing=0.1)
+    (d_expected,) = torch.autograd.grad(expected, wide)
+    assert found.dtype == torch.float32 and gradient.dtype == dtype
+    assert abs(found.item() - expected.item()) < 1e-5
+    assert relative_error(gradient, d_expected) < 2 * torch.finfo(dtype).eps
+
+
+def test_shifted_and_masked():
+    """Position i predicts targets[i + 1], the last one nothing; mask and weights belong to targets."""
+    logits, targets, weights = given(3, 6)
+    mask = torch.rand(3, 6, device=DEVICE) < 0.7
+    u = weights["token_weights"]
+    found = cross_entropy(logits, targets, shift=True, mask=mask, token_weights=u)
+    cut = torch.where(mask, targets, -100)[:, 1:]
+    expected = formula(logits[:, :-1], cut, token_weights=u[:, 1:])
+    torch.testing.assert_close(found, expected)
+    for x, y in zip(*(torch.autograd.grad(each, logits) for each in (found, expected)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("upstream", [1.0, torch.inf, torch.nan])
+def test_ignored_rows_get_nothing(upstream):
+    """Whatever their logits and the upstream gradient are; and a call without a supervised row is 0."""
+    logits, targets, _ = given(6)
+    with torch.no_grad():
+        logits[1] = torch.nan
+    for labels, rows in ((targets, [1]), (torch.full_like(targets, -100), slice(None))):
+        for reduction in ("mean", "sum"):
+            loss = cross_entropy(logits, labels, reduction=reduction)
+            (gradient,) = torch.autograd.grad(loss, logits, torch.full_like(loss, upstream))
+            assert loss.isfinite() and not gradient[rows].any()
+    assert loss == 0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_memory_that_it_takes(inplace):
+    """One tensor of the logits' size, the gradient; in place none, and the gradient is in the logits."""
+    logits, targets, _ = given(400, dtype=torch.float32)
+    products = logits * 1.0
+    size, before = products.nbytes, products.detach().clone()
+    with PeakBytes() as watch:
+        loss = cross_entropy(products, targets, inplace=inplace)
+        (gradient,) = torch.autograd.grad(loss, products)
+    assert torch.equal(products, before) is not inplace
+    assert (gradient.data_ptr() == products.data_ptr()) is inplace
+    if DEVICE.type == "cuda":  # the twin has temporaries
+        assert (size <= watch.peak < 2 * size) is not inplace
+
+
+def test_what_autograd_needs_again_after_inplace():
+    logits, targets, _ = given(6)
+    products = logits * 1.0
+    loss = cross_entropy(products, targets, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    products = logits * 1.0
+    square = products * products  # saves products
+    loss = cross_entropy(products, targets, inplace=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_not_differentiable_twice():
+    logits, targets, _ = given(6)
+    with pytest.raises(RuntimeError, match="^create_graph: expected False"):
+        torch.autograd.grad(cross_entropy(logits, targets), logits, create_graph=True)
+
+
+# (error, its message, arguments that are wrong as a function of right ones)
+REFUSED = (
+    (ValueError, r"targets: expected ids in \[0, 23\)", lambda x, y: {"targets": y + V}),
+    (ValueError, "logits: expected targets' shape", lambda x, y: {"logits": x[:-1]}),
+    (ValueError, "logits: expected targets' shape", lambda x, y: {"logits": x[:, 0]}),
+    (TypeError, "logits: expected a bfloat16", lambda x, y: {"logits": x.long()}),
+    (TypeError, "logits: expected a bfloat16", lambda x, y: {"logits": {"logits": x}}),
+    (TypeError, "targets: expected integer token ids", lambda x, y: {"targets": y.float()}),
+    (ValueError, r"class_weights: expected shape \(23,\)", lambda x, y: {"class_weights": x[0, 1:]}),
+    (TypeError, "class_weights: expected a tensor", lambda x, y: {"class_weights": [1.0] * V}),
+    (ValueError, "class_weights: expected a tensor that requires no", lambda x, y: {"class_weights": x[0]}),
+    (ValueError, "token_weights: expected targets' shape", lambda x, y: {"token_weights": x[0]}),
+    (ValueError, "num_items: expected None with", lambda x, y: {"num_items": 2, "reduction": "sum"}),
+    (ValueError, "num_items: expected a number above 0", lambda x, y: {"num_items": 0}),
+    (ValueError, "num_items: expected a number or a 0-d", lambda x, y: {"num_items": y}),
+    (ValueError, "label_smoothing: expected a number in", lambda x, y: {"label_smoothing": 2.0}),
+    (ValueError, "reduction: expected", lambda x, y: {"reduction": "average"}),
+    (ValueError, "mask: expected bool", lambda x, y: {"mask": torch.full_like(y, 3)}),
+    (ValueError, "logits: expected no leaf", lambda x, y: {"inplace": True}),
+    (ValueError, "logits: expected no leaf", lambda x, y: {"logits": x.view(6, V), "inplace": True}),
+    (
+        ValueError,
+        "logits: expected contiguous",
+        lambda x, y: {"logits": (x * 2)[::2], "targets": y[::2], "inplace": True},
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "wrong"), REFUSED, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_refused(error, message, wrong):
+    logits, targets, _ = given(6)
+    with pytest.raises(error, match=f"^{message}"):
+        cross_entropy(**{"logits": logits, "targets": targets} | wrong(logits, targets))
+
+
+def test_without_rows():
+    logits = torch.empty(0, V, requires_grad=True)
+    loss = cross_entropy(logits, torch.empty(0, dtype=torch.int64))
+    loss.backward()
+    assert loss == 0 and logits.grad.shape == (0, V)
+
+
+def test_compiled():
+    """Two graphs serve all lengths, and a NaN of an ignored row reaches no gradient."""
+
+    def loss(logits, targets, class_weights):
+        options = {"label_smoothing": 0.1, "class_weights": class_weights, "inplace": True}
+        return cross_entropy(logits * 1.0, targets, **options)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    with torch.compiler.set_stance("default"):
+        for rows in (6, 9, 14, 31):
+            logits, targets, weights = given(rows, dtype=torch.float32)
+            with torch.no_grad():
+                logits[1] = torch.nan
+            results = []
+            for function in (compiled, loss):
+                value = function(logits, targets, weights["class_weights"])
+                results.append((value.detach(), *torch.autograd.grad(value, logits)))
+            torch.testing.assert_close(*results)
+    assert counter.frame_count <= 2
