@@ -15,7 +15,7 @@ from benchmarks.measure import synchronize
 from benchmarks.peers import one_line
 from benchmarks.steps import Configuration, Model, Settings
 from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
-from logitless.models.activation_table import activation_table
+from logitless.activations.table import activation_table
 
 
 def attempt(model: Model, configuration: Configuration, settings: Settings) -> dict:

@@ -198,7 +198,7 @@ def _estimate(options: dict[str, object]) -> int:
 
 
 def _activations(options: dict[str, object]) -> int:
-    from logitless.models.activation_table import activation_table
+    from logitless.activations.table import activation_table
 
     budget = options.pop("budget")
     number = None if budget is None else to_bytes("--budget", budget)

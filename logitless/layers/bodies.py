@@ -1,16 +1,15 @@
-"""The norms, rotations and activations that can be fused, recognized by their source and by a test run.
+"""The norms, rotations and activations that can be fused, recognized by test runs.
 
-The tables have fingerprints of forward passes (`python -m logitless.layers.bodies CLASS` prints one). If
-transformers changes a forward pass, it is not fused until its new fingerprint is added. Whenever a model is
-fused, each module is also run on a few random values and compared with the operator of its table entry.
+Norms and rotations differ from model to model in few ways: where they round, and how the angles are stored.
+A module or function is run on random and on extreme values, and compared with the operator in each of these
+ways: results in fp32 and bf16, and gradients. One that agrees with none of them is not fused.
 """
 
 import ast
 import functools
 import inspect
-import sys
+import itertools
 from collections.abc import Callable
-from importlib import import_module
 from types import FunctionType
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from logitless.layers.source import (
     Recognized,
     UnrecognizedSource,
     calls_of,
-    fingerprint,
     functions_of,
     tree_of,
     undecorated_forward_of,
@@ -33,7 +31,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Norm(NamedTuple):
-    """Table entry of a norm's forward pass.
+    """What the forward pass of a norm computes.
 
     Attributes:
         rounding: `rounding` of the operator.
@@ -47,7 +45,7 @@ class Norm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Table entry of a function (q, k, cos, sin) -> (q, k).
+    """What a function (q, k, cos, sin) -> (q, k) computes.
 
     Attributes:
         interleaved: whether a pair is two neighbouring elements.
@@ -61,33 +59,15 @@ class Rotation(NamedTuple):
     keeps_dtype: bool = False
 
 
-# Fingerprint -> table entry. The comments name one class or model with this forward pass.
-NORMS = {
-    "9635bcd843f3": Norm("llama"),  # LlamaRMSNorm
-    "e5559c7750c3": Norm("gemma", "eps"),  # GemmaRMSNorm
-    "eef4e978a32a": Norm("single"),  # Olmo2RMSNorm
-    "b6d7ab076811": Norm("single"),  # HeliumRMSNorm
-    "4ad8d3f59922": Norm("single", "eps"),  # MoshiRMSNorm
-    "e0fd214fdd79": Norm("single", "eps"),  # Gemma3nRMSNorm
-    "cba6ba41dc15": Norm("single", "eps"),  # Llama4TextL2Norm
-    "ec976d1bff62": Norm("single", center=True),  # CohereLayerNorm
-}
-ROTATIONS = {
-    "9b7060d7d257": Rotation(),  # llama
-    "e198cae58ccb": Rotation(),  # gpt_neox
-    "46babc0a98ca": Rotation(),  # glmasr
-    "838043cb0720": Rotation(),  # nemotron
-    "dbe5e1562cbc": Rotation(),  # phi3
-    "730cf07c648d": Rotation(keeps_dtype=True),  # olmo2
-    "ca2dca557c66": Rotation(keeps_dtype=True),  # modernbert
-    "435374cf95e8": Rotation(interleaved=True, keeps_dtype=True),  # cohere
-    "ba4a324e86c7": Rotation(interleaved=True),  # glm4v
-    "7e19d47c1006": Rotation(interleaved=True),  # blt
-    "1f68d6dacce5": Rotation(interleaved=True, angle_layout="first half"),  # glm
-    "d3941637ba61": Rotation(interleaved=True, angle_layout="first half"),  # helium
-    "164cd7b7f972": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True),  # ernie4_5
-    "5678c8a3983c": Rotation(angle_layout="pairs"),  # gpt_oss
-}
+# (rounding, center) of the norms that are compared with a module, in this order. Without a weight, all of
+# them round alike.
+NORMS = (("llama", False), ("single", False), ("gemma", False), ("single", True))
+ROTATIONS = tuple(
+    Rotation(interleaved, layout, keeps_dtype)
+    for layout, interleaved, keeps_dtype in itertools.product(
+        ("each", "first half", "pairs"), (False, True), (False, True)
+    )
+)
 # (module, class) of an activation -> name of the operator's activation.
 ACTIVATION_CLASSES: dict[tuple[str, str], str] = {
     ("torch.nn.modules.activation", "SiLU"): "silu",
@@ -101,31 +81,61 @@ ACTIVATION_CLASSES: dict[tuple[str, str], str] = {
 
 
 def norm_of(module: nn.Module) -> Norm | None:
-    """Return the table entry of a norm; None if its forward pass is not in the table.
+    """Return which norm a module computes; None if it is none.
+
+    Only a module of one argument is run, without children and buffers, with at most a weight, and with an
+    attribute for eps.
 
     Raises:
-        UnrecognizedSource: the results differ from those of the operator, or the source is not available.
+        UnrecognizedSource: its forward pass is not that of its class, or not written in Python.
     """
-    function = undecorated_forward_of(module)
-    norm = NORMS.get(fingerprint(functions_of(function, type(module))))
-    if norm is None:
+    parameters = {name: x for name, x in module._parameters.items() if x is not None}
+    names = [name for name, x in vars(module).items() if "eps" in name.lower() and isinstance(x, float)]
+    if module._modules or module._buffers or not names or parameters.keys() - {"weight"}:
         return None
-    weight = getattr(module, "weight", None)
-    # A parameter that ZeRO-3 has partitioned is empty; `ds_shape` is its original shape.
-    shape = getattr(weight, "ds_shape", None if weight is None else weight.shape)
-    if shape is not None and len(shape) != 1:
-        raise UnrecognizedSource(f"its weight has {len(shape)} dimensions")
-    if not _norm_agrees(module, function, norm, weighted=weight is not None):
-        raise UnrecognizedSource("its results differ from those of its table entry")
-    return norm
+    function = undecorated_forward_of(module)
+    if len(inspect.signature(function).parameters) != 2:
+        return None
+    weight = parameters.get("weight")
+    width = None
+    if weight is not None:
+        # A parameter that ZeRO-3 has partitioned is empty; `ds_shape` is its original shape.
+        shape = getattr(weight, "ds_shape", weight.shape)
+        if len(shape) != 1:
+            raise UnrecognizedSource(f"its weight has {len(shape)} dimensions")
+        (width,) = shape
+    scalars = {name: x for name, x in vars(module).items() if isinstance(x, SCALARS)}
+    functions = functions_of(function, type(module))
+    return _norm_of(type(module), functions, tuple(scalars.items()), tuple(names), width)
+
+
+SCALARS = (bool, int, float, str, type(None))
+
+
+@functools.lru_cache(maxsize=256)
+def _norm_of(
+    cls: type, functions: tuple[FunctionType, ...], scalars: tuple, names: tuple[str, ...], width: int | None
+) -> Norm | None:
+    """Return as `norm_of`, for all modules of a class with these attributes, whose weight is (width,).
+
+    `functions`: the forward pass, and all functions that it calls.
+    """
+    probe = object.__new__(cls)
+    nn.Module.__init__(probe)
+    probe.__dict__.update(scalars)
+    for name in names:
+        for rounding, center in NORMS:
+            norm = Norm(rounding, name, center)
+            if _norm_agrees(probe, functions[0], norm, width):
+                return norm if width is not None else norm._replace(rounding="single")
+    return None
 
 
 def rotations_of(function: FunctionType) -> tuple[dict[str, Recognized], list[str]]:
     """Return the rotations that a forward pass calls.
 
     Returns:
-        (name in the source -> `Recognized` with value (function, table entry); names of rotations that are
-        not in the table).
+        (name in the source -> `Recognized` with value (function, `Rotation`); names of other rotations).
     """
     function = inspect.unwrap(function)
     rotations = {}
@@ -161,18 +171,18 @@ def _unwrap_kernel_module(value: object) -> FunctionType | None:
 
 
 def rotation_of(function: FunctionType) -> Rotation | None:
-    """Return the table entry of a rotation whose results agree with the operator, else None."""
+    """Return which rotation a function computes; None if it is none, or its source is not available."""
     try:
         return _rotation_of(functions_of(function))
     except UnrecognizedSource:
         return None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _rotation_of(functions: tuple[FunctionType, ...]) -> Rotation | None:
-    """Return as `rotation_of`, for a rotation and all functions that it calls."""
-    rotation = ROTATIONS.get(fingerprint(functions))
-    return rotation if rotation is not None and _rotation_agrees(functions[0], rotation) else None
+    """Return as `rotation_of`, of a function and all functions that it calls."""
+    agreeing = (rotation for rotation in ROTATIONS if _rotation_agrees(functions[0], rotation))
+    return next(agreeing, None)
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -223,53 +233,88 @@ def _random_tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=generator, device="cpu", dtype=FP32).to(dtype)
 
 
-def _norm_agrees(module: nn.Module, function: Callable, norm: Norm, *, weighted: bool) -> bool:
-    """Whether `function` and the fused operator give the same results for random rows in fp32 and bf16.
-
-    The module's weight is not used, because it may be all ones, on a GPU, or not loaded yet.
+def _norm_agrees(probe: nn.Module, function: Callable, norm: Norm, width: int | None) -> bool:
+    """Whether `function` and the fused operator give the same results and gradients.
 
     Args:
-        module: the norm module, from which both read eps and other attributes. It is not changed.
-        function: the forward function of the module's class.
-        norm: the table entry.
-        weighted: whether the module has a weight. Both then use the same random weight.
+        probe: a module of the norm's class with its attributes. It is changed.
+        function: the forward function of the class.
+        norm: what the operator computes.
+        width: the width of the weight; None: the module has none.
     """
-    probe = object.__new__(type(module))
-    probe.__dict__.update(module.__dict__)
-    probe.__dict__.pop("weight", None)
-    for dtype in (FP32, BF16):
-        x = _random_tensor(8, 32, dtype=dtype)
-        weight = _random_tensor(32, dtype=dtype, seed=1) if weighted else None
-        probe.__dict__["_parameters"] = {} if weight is None else {"weight": weight}
+    eps = getattr(probe, norm.eps)
+    # Rows of usual size, and some so small that eps matters, large, or 0.
+    scales = torch.tensor([1.0, 1.0, 1e-3, 1e3, 0.0, 1.0], device="cpu", dtype=FP32)[:, None]
+    for dtype, weight_dtype, training, tried in (
+        (FP32, FP32, True, 0.25),
+        (FP32, FP32, False, eps),
+        (BF16, BF16, True, eps),
+        (BF16, FP32, True, eps),
+    ):
+        x = (_random_tensor(6, width or 32) * scales).to(dtype).view(2, 3, -1)
+        weight = None if width is None else _random_tensor(width, dtype=weight_dtype, seed=1)
+        probe.train(training)
+        setattr(probe, norm.eps, tried)
         try:
-            with torch.no_grad():
-                fused = apply_norm(norm, module, x, weight)
-                original = function(probe, x)
+            results = []
+            for run in (lambda x, w: function(probe, x), lambda x, w: apply_norm(norm, probe, x, w)):
+                leaves = [x.clone().requires_grad_()]
+                if weight is not None:
+                    leaves.append(nn.Parameter(weight.clone()))
+                    probe._parameters["weight"] = leaves[1]
+                with torch.enable_grad():
+                    y = run(leaves[0], leaves[1] if weight is not None else None)
+                    upstream = _random_tensor(*x.shape, seed=2).to(y.dtype)
+                    results.append((y.detach(), *torch.autograd.grad(y, leaves, upstream)))
         except Exception:  # then its results do not agree
             return False
-        if fused.dtype != original.dtype or not torch.allclose(
-            fused.float(), original.float(), rtol=1e-2, atol=1e-5
-        ):
-            return False
-        # With another rounding, about a third of the elements would differ in the last digits.
-        if ((fused - original).abs() > 1e-5).float().mean() > 0.05:
+        finally:
+            setattr(probe, norm.eps, eps)
+        if not _are_alike(*results):
             return False
     return True
 
 
+def _are_alike(theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> bool:
+    """Whether results are equal up to rounding, and gradients about equal."""
+    if theirs[0].dtype != ours[0].dtype:
+        return False
+    low = BF16 in [x.dtype for x in theirs]
+    (y, *theirs), (z, *ours) = [[x.float() for x in results] for results in (theirs, ours)]
+    if low:
+        if not torch.allclose(y, z, rtol=1e-2, atol=1e-5):
+            return False
+        if any((a - b).norm() > 0.05 * a.norm() for a, b in zip(theirs, ours, strict=True)):
+            return False
+    elif not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip((y, *theirs), (z, *ours))):
+        return False
+    # With another rounding, about a third of the elements would differ in the last digits.
+    return ((y - z).abs() > 1e-5 * (1 + y.abs())).float().mean() <= 0.05
+
+
 def _rotation_agrees(function: Callable, rotation: Rotation) -> bool:
-    """Whether the function's results agree with the operator on random queries, keys and angles."""
+    """Whether the function's results and gradients agree with the operator on random operands."""
     q = _random_tensor(2, 3, 5, 8)
     k = _random_tensor(2, 1, 5, 8, seed=1)
     width = 4 if rotation.angle_layout == "pairs" else 8
     cos, sin = _random_tensor(2, 5, width, seed=2), _random_tensor(2, 5, width, seed=3)
+    low = q.to(BF16), k.to(BF16)
     try:
+        with torch.enable_grad():
+            results = []
+            for run in (function, functools.partial(apply_rotation, rotation)):
+                leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
+                found = run(*leaves, cos, sin)
+                upstream = [_random_tensor(*x.shape, seed=4) for x in found]
+                results.append((*found, *torch.autograd.grad(found, leaves, upstream)))
         with torch.no_grad():
-            fused = apply_rotation(rotation, q, k, cos, sin)
-            original = function(q, k, cos, sin)
-            return all(torch.allclose(*pair, atol=1e-5) for pair in zip(fused, original, strict=True))
+            kept, _ = function(*low, cos, sin)
+            rounded, _ = function(*low, cos.to(BF16), sin.to(BF16))
     except Exception:  # then its results do not agree
         return False
+    if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True)):
+        return False
+    return rounded.dtype == BF16 and (kept.dtype == BF16) is rotation.keeps_dtype
 
 
 def operator_angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -288,11 +333,3 @@ def apply_rotation(
     """Compute the rotation by the fused operator."""
     cos, sin, width = operator_angles(rotation, cos, sin)
     return rope(q, k, cos, sin, rotary_dim=width, interleaved=rotation.interleaved)
-
-
-if __name__ == "__main__":
-    for path in sys.argv[1:]:
-        module_name, _, name = path.rpartition(".")
-        target = getattr(import_module(module_name), name)
-        called = functions_of(target.forward, target) if isinstance(target, type) else functions_of(target)
-        print(fingerprint(called), path)

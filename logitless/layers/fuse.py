@@ -141,7 +141,7 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     if not undo_functions:
         raise value_error(
             "model",
-            "norms, rotary embeddings, gated MLPs or LoRA layers with a known source",
+            "norms, rotary embeddings, gated MLPs or LoRA layers that are recognized",
             f"{type(model).__name__} with none ({_summarize_reasons(report)})",
             "use the model without fuse_layers, or see docs/layers.md",
         )
@@ -183,7 +183,7 @@ def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] |
         return (), None, "torch's LayerNorm is one kernel; an addition before it may be fused"
     body = norm_of(module)
     if body is None:
-        return (), None, "its source is not known"
+        return (), None, "it computes something else than the norms that can be fused"
     state = Recognized(body, definitions_of(type(module), "forward"))
     return ("norm",), exchange(module, KEY, fused_forwards.norm_forward, state), ""
 
@@ -213,7 +213,7 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     activations = {name for name in activations if activation_agrees(children[name])}
     function = forward_of(module)
     rotations, unrecognized = rotations_of(function)
-    reason = f"{', '.join(unrecognized)}: its source is not known" if unrecognized else ""
+    reason = f"{', '.join(unrecognized)}: not a rotation that can be fused" if unrecognized else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
     projections = {name for name, child in children.items() if state_of(child, lora.KEY) is not None}
     names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations, projections)))

@@ -20,7 +20,7 @@ from logitless.layers.bodies import Norm, Rotation, activation_of, apply_norm, a
 from logitless.layers.source import Recognized
 
 KEY = "layers"
-# Table entry of torch's LayerNorm. It is one kernel already; only an addition before it is fused.
+# The LayerNorm of torch. It is one kernel already; only an addition before it is fused.
 LAYER_NORM = Norm("single", "eps", center=True)
 # Arguments of attentions and decoder layers that hold the keys and values of earlier tokens in generation.
 CACHES = ("cache", "past_key_values", "layer_past", "cache_params")
@@ -183,7 +183,7 @@ def _autocast_widens_layer_norm(device_type: str) -> bool:
 
 
 def body_of(module: nn.Module) -> Norm | None:
-    """Return the table entry of a norm that can be fused with an addition, else None."""
+    """Return which norm a module computes if it can be fused with an addition, else None."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return LAYER_NORM
     state = state_of(module, KEY)

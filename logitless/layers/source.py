@@ -1,8 +1,7 @@
-"""The source of a forward pass and of the functions that it calls: decorators, fingerprints, changes."""
+"""The source of a forward pass and of the functions that it calls: decorators, names, changes."""
 
 import ast
 import functools
-import hashlib
 import inspect
 import logging
 import textwrap
@@ -199,7 +198,7 @@ def calls_of(function: FunctionType, owner: type | None = None) -> tuple[Definit
     definitions: dict[tuple[int, str], Definition] = {}
     queue = [function]
     for current in queue:
-        for is_method, name in _read_source(current).names:
+        for is_method, name in _names_of(current):
             namespace = owner if is_method else current.__globals__
             value = _look_up(namespace, name)
             key = id(namespace), name
@@ -215,30 +214,12 @@ def functions_of(function: FunctionType, owner: type | None = None) -> tuple[Fun
 
 
 @functools.cache
-def fingerprint(functions: tuple[FunctionType, ...]) -> str:
-    """Return a hash of 12 hex digits of the source of the functions (`functions_of`)."""
-    return hashlib.sha256("\n".join(_read_source(each).text for each in functions).encode()).hexdigest()[:12]
-
-
-class _Source(NamedTuple):
-    """Source of a function.
-
-    Attributes:
-        text: without comments, docstring, decorators and annotations.
-        names: (whether it is an attribute of self, name) of all names, in order.
-    """
-
-    text: str
-    names: tuple[tuple[bool, str], ...]
-
-
-@functools.cache
-def _read_source(function: FunctionType) -> _Source:
-    tree = tree_of(function)
+def _names_of(function: FunctionType) -> tuple[tuple[bool, str], ...]:
+    """Return (whether it is an attribute of self, name) of all names in a function, in order."""
     names = []
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(function)):
         if isinstance(node, ast.Name):
             names.append((False, node.id))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             names.append((True, node.attr))
-    return _Source(ast.unparse(tree), tuple(dict.fromkeys(names)))
+    return tuple(dict.fromkeys(names))

@@ -1,10 +1,9 @@
-"""Functions for Hugging Face models: loss without logits, the LM head, fused layers, activation budget.
+"""Functions for Hugging Face models: loss without logits, and the LM head.
 
 `patch`, with `logits` and `probes`, makes a call with labels compute its loss without logits. `heads`,
-`views` and `peft_heads` read the LM head. `activations` limits the bytes that decoder layers save for the
-backward pass: `activation_plan` chooses the level of each layer, and `saved_tensors` runs a layer at its
-level. The package re-exports `logitless.layers.fuse_layers`. Users and trainers call it. It imports
-transformers only, and PEFT for a head with adapters.
+`views` and `peft_heads` read the LM head. The package re-exports `fuse_layers` of `logitless.layers` and
+`fit_activations` of `logitless.activations`. Users and trainers call it. It imports transformers only, and
+PEFT for a head with adapters.
 """
 
 import importlib
@@ -14,7 +13,7 @@ _MODULES = {
     "HeadView": "logitless.engine.head_view",
     "Patch": "logitless.models.patch",
     "check_trainer_arguments": "logitless.models.patch",
-    "fit_activations": "logitless.models.activations",
+    "fit_activations": "logitless.activations.fit",
     "fuse_layers": "logitless.layers.fuse",
     "head_of": "logitless.models.views",
     "patch_model": "logitless.models.patch",

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from logitless.activations.fit import KEY, FitHandle
 from logitless.errors import value_error
 from logitless.exchange import withdraw
 from logitless.models import fit_activations
-from logitless.models.activations import KEY, FitHandle
 
 # `gradient_checkpointing_kwargs` that a budget does not support
 CHECKPOINTING_KWARGS = ("use_reentrant", "every_n_layers", "offload", "selective")

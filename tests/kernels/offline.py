@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that are not here, under the Triton that PYTHONPATH names.
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
-compiled for every target under the oldest and the newest supported Triton. Otherwise each of these
-targets takes an eighth under each, so that what is compiled is compiled once.
+compiled for every target under the oldest and the newest supported Triton. Otherwise the variants are
+divided among the targets and both Tritons, so that each is compiled once.
 """
 
 import functools
@@ -22,7 +22,15 @@ import logitless
 
 ROOT = Path(__file__).parents[2]
 TRITONS = ("3.6.0", "3.9.0")
-TARGETS = (("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942"))
+CUDA = ("80", "86", "89", "90", "100", "120")
+TARGETS = (
+    *[("cuda", capability) for capability in CUDA],
+    ("hip", "gfx942"),
+    ("hip", "gfx950"),
+    ("hip", "gfx1100"),
+)
+# KiB of shared memory that a program may take on the smallest devices of a capability.
+SHARED = {"90": 227, "100": 227}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -63,15 +71,15 @@ def compile_sources(variants: Sequence, source: Callable[[object], Source], argu
     for start, stop in itertools.pairwise([-1, *ends, len(arguments)]):
         backend, architecture, *numbers = arguments[start + 1 : stop]
         cuda = backend == "cuda"
-        target = GPUTarget("cuda", int(architecture), 32) if cuda else GPUTarget(backend, architecture, 64)
+        lanes = 32 if cuda or architecture.startswith("gfx1") else 64
+        target = GPUTarget(backend, int(architecture) if cuda else architecture, lanes)
         chosen = [variants[int(number)] for number in numbers] or variants
         for kernel, signature, constants, attributes, warps in map(source, chosen):
             made = ASTSource(kernel, signature, constants, attributes)
             result = triton.compile(made, target=target, options={"num_warps": warps})
             assert result.asm["cubin" if cuda else "hsaco"], made
-            # What the smallest devices of a target have for a block.
-            most = 99 if cuda and int(architecture) < 90 else 227
-            assert not cuda or result.metadata.shared <= most * 1024, (kernel, result.metadata.shared)
+            shared = result.metadata.shared
+            assert shared <= (SHARED.get(architecture, 99) if cuda else 64) * 1024, (kernel, shared)
         print(f"triton {triton.__version__}: compiled {len(chosen)} kernels for {backend} {architecture}")
 
 
@@ -87,11 +95,11 @@ def triton_folder(version: str) -> Path | None:
 
 
 def by_target(numbers: Sequence[int], version: str, *, everything: bool) -> dict[tuple, Sequence[int]]:
-    """What is compiled for each target under one Triton: an eighth, or everything."""
+    """What is compiled for each target under one Triton: a share, or everything."""
     first, step = TRITONS.index(version), len(TRITONS)
     turns = {target: step * turn + first for turn, target in enumerate(TARGETS)}
-    eighths = {target: numbers[turn :: step * len(TARGETS)] for target, turn in turns.items()}
-    return dict.fromkeys(TARGETS, numbers) if everything else eighths
+    shares = {target: numbers[turn :: step * len(TARGETS)] for target, turn in turns.items()}
+    return dict.fromkeys(TARGETS, numbers) if everything else shares
 
 
 def pairwise(variants: Sequence[tuple]) -> list[int]:

@@ -2,8 +2,11 @@
 
 python -m tests.layers.every_fused            compares them and prints what was found
 python -m tests.layers.every_fused --write    and writes the tables of docs/layers.md
+
+With transformers beside the environment's own on the path, it writes the table of the classes that differ.
 """
 
+import re
 import sys
 import warnings
 from collections import Counter
@@ -110,15 +113,46 @@ def short(what: str) -> str:
     return "rope" if "rot" in what else what
 
 
+# (part of a reason in a report, class of the module, what the page calls it); a LayerNorm of torch is one
+# kernel already.
+MISSING = (
+    ("torch's LayerNorm", "", ""),
+    ("something else than the norms", "Gated", "gated norm"),
+    ("something else than the norms", "", "other norm"),
+    ("not a rotation", "", "rotation"),
+    ("runs other code", "", "gate of grouped experts"),
+    ("no statements", "Attention", "attention"),
+    ("no statements", "MLP|Mlp|FeedForward|Experts", "MLP"),
+    ("no statements", "DecoderLayer", "decoder layer"),
+)
+
+
+def missing(left: str) -> str:
+    """What a model's own code computes, of what a report lists as not fused."""
+    found = set()
+    for each in re.split(r"; (?=\w+: )", left) if left else ():
+        cls, _, reason = each.partition(": ")
+        kinds = [kind for part, name, kind in MISSING if part in reason and re.search(name, cls)]
+        found.add(kinds[0] if kinds else "other")
+    return ", ".join(sorted(found - {""}))
+
+
 def markdown(found: list[Row]) -> str:
-    """Fused models, those of one combination in one line."""
-    groups: dict[str, list[str]] = {}
+    """Fused models, those of one combination in one line: first those of which nothing is left."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for row in found:
         if row.verdict == "equal":
-            groups.setdefault(row.detail, []).append(row.model)
-    lines = ["| fused | classes |", "|---|---|"]
-    for what, models in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {what} | {', '.join(models)} |")
+            groups.setdefault((row.detail, missing(row.left)), []).append(row.model)
+    whole = sum([len(models) for (_, left), models in groups.items() if not left])
+    partly = sum(map(len, groups.values())) - whole
+    lines = [
+        f"transformers {transformers.__version__}: {whole} classes are fused whole, {partly} partly.",
+        "",
+        "| fused | left to the model's code | classes |",
+        "|---|---|---|",
+    ]
+    for (what, left), models in sorted(groups.items(), key=lambda item: (item[0][1] != "", -len(item[1]))):
+        lines.append(f"| {what} | {left or '-'} | {', '.join(models)} |")
     untouched = [row.model for row in found if row.verdict == "untouched"]
     absent = [row.model for row in found if row.verdict == "not run"]
     return "\n".join(lines) + (
@@ -128,11 +162,24 @@ def markdown(found: list[Row]) -> str:
     )
 
 
+def differences(found: list[Row]) -> str:
+    """The classes of another version of transformers of which other parts are fused."""
+    before = documented()
+    lines = ["| class | fused | left to the model's code |", "|---|---|---|"]
+    for row in found:
+        now = row.detail if row.verdict == "equal" else None
+        if row.verdict != "not run" and now != before.get(row.model):
+            lines.append(f"| {row.model} | {now or '-'} | {missing(row.left) or '-'} |")
+    ran = len([row for row in found if row.verdict != "not run"])
+    title = f"transformers {transformers.__version__}: {ran} classes ran. The others are fused as above."
+    return "\n".join([title, "", *lines] if len(lines) > 2 else [title.replace("The others", "All")])
+
+
 def documented() -> dict[str, str]:
     """What the page says is fused, by class."""
     table = PAGE.read_text().partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    return {name: what for what, names in rows[1:] for name in names.split(", ")}
+    return {name: what for what, _, names in rows[1:] for name in names.split(", ")}
 
 
 def families() -> str:
@@ -164,8 +211,12 @@ def main() -> None:
         print(f"{name}: {row.verdict}: {row.detail}{left}", flush=True)
     print(dict(Counter(row.verdict for row in found)))
     if "--write" in sys.argv:
-        text = replaced(PAGE.read_text(), "families", families())
-        PAGE.write_text(replaced(text, "models", markdown(found)))
+        text = PAGE.read_text()
+        if "transformers-" in transformers.__file__:  # installed beside the environment's own
+            PAGE.write_text(replaced(text, "newest models", differences(found)))
+        else:
+            text = replaced(text, "families", families())
+            PAGE.write_text(replaced(text, "models", markdown(found)))
     sys.exit(any(row.verdict == "wrong" for row in found))
 
 

@@ -323,7 +323,7 @@ def test_bad_models():
     with pytest.raises(TypeError, match="model: expected a module, got str; pass a model."):
         fuse_layers("Qwen/Qwen3-0.6B")
     nothing = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    looked_for = "model: expected norms, rotary embeddings, gated MLPs or LoRA layers with a known source"
+    looked_for = "model: expected norms, rotary embeddings, gated MLPs or LoRA layers that are recognized"
     got = "Sequential with none .*1 LayerNorm: torch's LayerNorm"
     with pytest.raises(ValueError, match=f"{looked_for}, got {got}"):
         fuse_layers(nothing)

@@ -8,9 +8,10 @@ import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 import logitless.trl_integration as ours
+from logitless.activations import fit as activations
+from logitless.activations.fit import KEY
 from logitless.exchange import state_of
-from logitless.models import activations, fit_activations
-from logitless.models.activations import KEY
+from logitless.models import fit_activations
 from logitless.trl_integration import apply_to, remove_from
 
 from .compare import adapted, options, our_pair, sft_trainer

@@ -22,9 +22,10 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from logitless.activations import fit as activations
+from logitless.activations.plan import Batch, Counts, choose_levels
 from logitless.errors import to_bytes
-from logitless.models import activations, fit_activations, fuse_layers
-from logitless.models.activation_plan import Batch, Counts, choose_levels
+from logitless.models import fit_activations, fuse_layers
 from tests.layers.tiny import SIZES, Step, step, tiny
 
 PLENTY = 10**9

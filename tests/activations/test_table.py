@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from logitless.__main__ import main
+from logitless.activations.table import activation_table
 from logitless.models import fit_activations, fuse_layers
-from logitless.models.activation_table import activation_table
 from tests.layers.tiny import EXPERTS, SIZES, step, tiny
 
 LAYERS = 4

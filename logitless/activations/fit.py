@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import to_bytes, type_error, value_error, warn
-from logitless.exchange import exchange, state_of
-from logitless.layers.fused_forwards import KEY as FUSED
-from logitless.models.activation_plan import (
+from logitless.activations.plan import (
     LEVELS,
     ActivationPlan,
     Batch,
@@ -29,8 +26,7 @@ from logitless.models.activation_plan import (
     choose_levels,
     format_bytes,
 )
-from logitless.models.heads import base_of
-from logitless.models.saved_tensors import (
+from logitless.activations.saved_tensors import (
     AutocastState,
     Graph,
     LayerBytes,
@@ -43,6 +39,10 @@ from logitless.models.saved_tensors import (
     run_kept_layer,
     storages_of,
 )
+from logitless.errors import to_bytes, type_error, value_error, warn
+from logitless.exchange import exchange, state_of
+from logitless.layers.fused_forwards import KEY as FUSED
+from logitless.models.heads import base_of
 
 logger = logging.getLogger(__name__)
 KEY = "activations"

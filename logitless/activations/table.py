@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from logitless.activations.fit import decoder_layers, decoder_of, fit_activations, kind_of
+from logitless.activations.plan import ActivationPlan, choose_levels, format_bytes, upgrades
 from logitless.errors import value_error
 from logitless.layers.fuse import fuse_layers
-from logitless.models.activation_plan import ActivationPlan, choose_levels, format_bytes, upgrades
-from logitless.models.activations import decoder_layers, decoder_of, fit_activations, kind_of
 
 LEVELS = ("keep", "cheap", "full")
 # Vocabulary size of the model that is run; embedding and head are not counted.

@@ -31,8 +31,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from logitless.activations.plan import ActivationPlan
 from logitless.layers import recipes
-from logitless.models.activation_plan import ActivationPlan
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
