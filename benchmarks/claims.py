@@ -105,7 +105,7 @@ def between(costs: Callable[[int], list[float]], chunk: int) -> tuple[Derived, D
 BUDGET = "logitless/engine/budget.py: default_budget"
 LARGE, LARGE_CARD, SMALLER, CPU = (
     stated(2.5, BUDGET),
-    stated(64, BUDGET),
+    stated(60, BUDGET),
     stated(1, BUDGET),
     stated(256, BUDGET),
 )
@@ -314,18 +314,18 @@ CLAIMS = (
     Claim(BENCHMARKS, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
     Claim(
         "docs/choosing.md",
-        "Default: {} GiB on GPUs of {} GiB and more; on smaller GPUs 1/32 of the memory, at most {} GiB; "
+        "Default: {} GiB on GPUs with at least {} GiB; on smaller GPUs 1/32 of the memory, at most {} GiB; "
         "{} MiB",
         (LARGE, LARGE_CARD, SMALLER, CPU),
     ),
     Claim(
         "docs/troubleshooting.md",
-        "({} GiB by default on GPUs of {} GiB and more; smaller GPUs 1/32 of the memory, at most {} GiB)",
+        "({} GiB by default on GPUs with at least {} GiB; smaller GPUs 1/32 of the memory, at most {} GiB)",
         (LARGE, LARGE_CARD, SMALLER),
     ),
     Claim(
         "docs/trl.md",
-        "The default is {} GiB on GPUs of {} GiB and more, and 1/32 of the memory, at most {} GiB",
+        "The default is {} GiB on GPUs with at least {} GiB, and 1/32 of the memory, at most {} GiB",
         (LARGE, LARGE_CARD, SMALLER),
     ),
     Claim(

@@ -4,14 +4,14 @@
         for chunk in span.chunks:
             logits = hidden @ weight.T               # product 1, within the budget
             statistics = read(logits)                # Triton cross-entropy: a few numbers per token
-        loss, d_statistics = grad_and_value(terms)   # the loss class, and nothing else of it
+        loss, d_statistics = evaluate(terms)         # the loss class: value, gradient, metrics
         for chunk in span.chunks:
             d_logits = write(logits, d_statistics)   # then both products of the gradients
 
-The order is another one where a kernel computes statistics and gradient, up to a factor per row: for a loss
-that is differentiated through log p(target) alone, in spans of one chunk, and for kept d logp / d hidden, but
-not in fp16. Then `read` writes the gradient of the logits, product 2 (d_hidden) is queued, and the loss is
-evaluated after that.
+If the gradient of every row is a multiple of d logp / d logits, `read` also writes the gradient of the
+logits, up to a factor per row, and product 2 (d_hidden) is queued before the loss is evaluated. This is so in
+two cases, both not in fp16: for a loss that is differentiated through log p(target) alone, in a span of one
+chunk; and if d logp / d hidden is kept (strategy cached_grad).
 
 `run_spans` is this loop, and `run_head` prepares it for one LM head. `solve`, `token_statistics` and
 `token_gradients` are the three passes over a call. `FusedLinearBase` calls them under autograd:
@@ -174,8 +174,8 @@ class FusedLinearBase(torch.autograd.Function):
 
     Steps:
 
-    1. A loss checks and flattens its arguments to one `HeadCall` per head (`call.prepare`), and `run_calls`
-       applies this Function.
+    1. A loss checks and flattens its arguments to one `HeadCall` per head (`engine.call.prepare`; the
+       loss's own `prepare` comes before it), and `run_calls` applies this Function.
     2. `forward` runs a pass: `solve` for a reduced loss, `token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the spans and runs the chunk loop (`run_spans`).
     4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
@@ -184,9 +184,9 @@ class FusedLinearBase(torch.autograd.Function):
     5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk. In `PER_TOKEN` it recomputes the
        chunks (`token_gradients`), unless `forward` has saved d logp / d hidden. In `INTO_MAIN` it solves the
        call.
-    6. `gradients.finish` multiplies each sum by the deferred factor and the upstream gradient, and casts it
-       to the dtype of its tensor. This is done in place if the sum has this dtype and autograd does not
-       retain the graph.
+    6. `gradients.finish` multiplies each sum by the deferred factor, in `SOLVED` also by the upstream
+       gradient, and casts it to the dtype of its tensor. This is done in place if the sum has this dtype and
+       autograd does not retain the graph.
     7. `backward` returns one gradient per trained tensor, and None for all other tensors.
 
     FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the arguments of the
@@ -261,9 +261,10 @@ class FusedLinearBase(torch.autograd.Function):
 def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradients: Gradients) -> None:
     """Run the spans of `plan`: compute logits, statistics, loss and gradients, chunk by chunk.
 
-    1. Allocate one buffer of logits for all chunks. The gradient of a chunk overwrites its logits, with two
-       exceptions: the gradient of a `LogitsLoss` without a kernel is a new tensor, and so is that of gathered
-       logits, which has their shape, (C, k) or (S,).
+    1. Allocate one buffer for all chunks. It holds the logits of a chunk, which the gradient overwrites; with
+       a fused epilogue no logits are stored, and it holds the gradient alone. Two gradients are new tensors
+       instead: the gradient of a `LogitsLoss` without a kernel, and that of gathered logits, which
+       has their shape, (C, k) or (S,).
 
     Then, for each span and each of its chunks:
 
@@ -271,8 +272,8 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
        targets to columns of this rank's logits.
     3. `reader.read`: compute the values of the reference or teacher, project the chunk (product 1), and
        compute its statistics. It may also write the gradient up to a factor per row.
-    4. If `read` wrote the gradient, queue product 2 (`head.backproject`) at once, and evaluate the loss on a
-       side stream.
+    4. If `read` wrote the gradient, queue product 2 (`head.backproject`) at once. Step 5 then runs beside it,
+       on a side stream.
 
     When all chunks of the span are read:
 
@@ -345,7 +346,7 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
             for part in span.chunks:
                 if recompute:
                     chunk = take(*part, reads=False, writes=True)
-                    reader.read(chunk, head)  # product 1 again
+                    reader.read(chunk, head)  # product 1 again, unless `write` projects (fused epilogue)
                 write(chunk)
 
 
@@ -402,8 +403,8 @@ def run_head(
         rows: the rows to project.
         purpose: the kind of the pass.
         gradients: the sums over all heads of the public call.
-        factors, known, upstream: see `Reader`.
-        deferred: the factor by which the backward pass multiplies the gradients.
+        factors, known, upstream: see `Reader.__init__`.
+        deferred: the factor that the sums of gradients lack, besides the upstream gradient.
         heads: number of heads of the public call.
         d_weight_in_stat_dtype: see `budget.plan_for`.
     """
@@ -468,7 +469,8 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
 
     Args:
         calls: the heads, in order.
-        fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
+        fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens. Also set
+            for several heads.
         main: (V, H) to which the complete gradient of the weight is added.
     """
     if len(calls) == 1 and main is None:

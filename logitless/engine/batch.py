@@ -153,7 +153,10 @@ class Batch:
         return self._sequences.all_gather_tokens(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
-        """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
+        """(n,) per token -> (sequences,) per sequence, deterministic and differentiable.
+
+        The sequences are in the order of the call: of pairs, all chosen ones, then all rejected ones.
+        """
         return self._sequences.sum(self._own_sums(x))
 
     def spread(self, x: Tensor) -> Tensor:

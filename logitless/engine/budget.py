@@ -190,9 +190,9 @@ def plan_for(
         rows: the rows to project.
         purpose: the kind of the pass.
         heads: number of heads of the public call.
-        d_weight_in_stat_dtype: whether it is known before the plan that d_weight is summed in `stat_dtype`,
-            unless the loss has an `accum_dtype`: with several heads, with a main gradient, and if the dtype
-            must not depend on the number of tokens. A single chunk then spares no memory.
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` for any number of chunks: with
+            several heads, with a main gradient, and if the dtype must not depend on the number of tokens.
+            `accum_dtype` of the loss overrides it. A single chunk then spares no memory.
     """
     loss = call.loss
     device = call.weight.device
@@ -220,8 +220,8 @@ def plan_for(
     twice = purpose is Pass.STATISTICS and call.trainable and not call.keeps_dlogp_dhidden
     spared = 0
     # Memory for the sum of d_weight in a wider dtype, which a single chunk does not need. It is also counted
-    # in Pass.STATISTICS, so that this pass has the same chunks as the Pass.GRADIENTS that follows. In fp16 it
-    # is not counted, because d_weight is always fp32.
+    # in Pass.STATISTICS, so that this pass has the chunks of the Pass.GRADIENTS that follows if their rows
+    # take the same bytes. In fp16 it is not counted, because d_weight is always fp32.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
     if summed and not d_weight_in_stat_dtype and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize

@@ -91,12 +91,12 @@ class HeadCall:
     # Columns of a chunk of logits in the plan: those of the largest shard, so that all ranks have the same
     # chunks.
     width: int = field(init=False)
-    # Whether the statistics are computed from unrounded logits: the fp32 accumulators of a kernel that
-    # projects a chunk and computes its statistics. Where the pass does not allow this kernel
+    # Whether the loss takes fp32 logits because a kernel for this head projects a chunk and computes its
+    # statistics from the fp32 accumulators. Where the pass does not allow this kernel
     # (`readers.tokens.can_fuse_epilogue`), the chunk is stored in fp32. This depends on loss, device, dtypes
     # and head, but not on the number of rows or the grad mode, so that every pass over the same rows uses the
-    # same logits. Without such a kernel it is False, also if `logits_dtype` of the loss is fp32. With a
-    # sharded head, the value is that of this rank until `shards` is set.
+    # same logits. Logits may be fp32 without it: see `logits_dtype`. With a sharded head, the value is that
+    # of this rank until `shards` is set.
     fp32_logits: bool = field(init=False)
     logits_dtype: torch.dtype = field(init=False)
 

@@ -3,7 +3,10 @@
 * A loss of per-token statistics, of this library: `evaluate` traces its terms, their gradient by
   `torch.func.grad_and_value`, the reduction and the metrics into one graph, and compiles the graph by
   Inductor. A call of the graph checks no guards, which would take the host longer than the graph itself.
+* A user's loss of per-token statistics: the same function under `torch.compile`, with its guards.
 * A `LogitsLoss`: `compiled_chunk_function` is `evaluation.chunk_function` under `torch.compile`.
+
+If compiling fails, a loss runs uncompiled, with a warning.
 
 A graph without guards is only right if nothing that the trace read can change. Therefore it is made for
 losses of this library alone, whose `terms` are pure functions of tensors and of the fields of a frozen loss;
@@ -18,18 +21,20 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.engine import evaluation
 from logitless.engine.batch import Batch
-from logitless.engine.evaluation import ChunkFunction, ChunkInputs, Evaluation, chunk_function
-from logitless.engine.reduction import Factors, Report, reduced, report
+from logitless.engine.evaluation import ChunkFunction, chunk_function
+from logitless.engine.hooks import no_hooks
+from logitless.engine.reduction import Factors, Report, Units, reduced, report
 from logitless.engine.remembered import Remembered
 from logitless.engine.segments import Segments
 from logitless.engine.spec import LossSpec, Role
-from logitless.engine.terms import declared
+from logitless.engine.terms import declared, evaluate_terms
 from logitless.errors import warn
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
@@ -62,17 +67,40 @@ def evaluate(
     The first call of a key makes the graph, and already returns its results, so that equal calls have equal
     results.
     """
-    graph = None
+    results = None
     if _is_eligible(loss, batch):
-        key = _key(loss, statistics, batch, factors, differentiate)
-        if key not in _GRAPHS and not _is_capturing(batch.given_targets.device):
-            with _LOCK:
-                if key not in _GRAPHS:
-                    _GRAPHS[key] = _made(loss, statistics, batch, factors, differentiate)
-        graph = _GRAPHS.get(key)
-    if graph is None:
+        run = _by_graph if type(loss).__module__.partition(".")[0] == LIBRARY else _by_torch_compile
+        results = run(loss, statistics, batch, factors, differentiate)
+    if results is None:
         return evaluation.evaluate(loss, statistics, batch, factors, sequences, differentiate=differentiate)
-    return graph(statistics, batch, factors)
+    *gradients, table = results
+    return dict(zip(loss.differentiates, gradients)), Report(table)
+
+
+def _by_graph(
+    loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors, differentiate: bool
+) -> Sequence[Tensor] | None:
+    """(*gradients, table) of a loss of this library, by a graph; None if there is none."""
+    key = _key(loss, statistics, batch, factors, differentiate)
+    if key not in _GRAPHS and not _is_capturing(batch.given_targets.device):
+        with _LOCK:
+            if key not in _GRAPHS:
+                _GRAPHS[key] = _made(loss, statistics, batch, factors, differentiate)
+    graph = _GRAPHS.get(key)
+    return None if graph is None else graph(statistics, batch, factors)
+
+
+def _by_torch_compile(
+    loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors, differentiate: bool
+) -> Sequence[Tensor] | None:
+    """(*gradients, table) of a user's loss, under torch.compile; None if compiling it failed."""
+    run = _compiled_slice(loss, tuple(loss.differentiates) if differentiate else ())
+    inputs = {name: getattr(batch, name) for name in batch.names}
+    vector = factors.vector(_first(statistics))
+    with no_hooks():
+        return run(
+            dict(statistics), batch.given_targets, inputs, _lengths(batch), vector, factors.units, batch.V
+        )
 
 
 def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
@@ -84,7 +112,6 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
     targets = batch.given_targets
     return (
         targets.device.type in COMPILES_ON
-        and type(loss).__module__.partition(".")[0] == LIBRARY
         and loss.tp_group is None
         and loss.cp_group is None
         and 1 < targets.shape[0] <= MOST_ROWS
@@ -120,9 +147,9 @@ def _key(
         differentiate,
         batch.V,
         *_grouping(loss, batch),
-        *(factors.loss or ()),
-        *factors.metrics,
+        factors.units,
         batch.given_targets.device,
+        torch.is_autocast_enabled(batch.given_targets.device.type),
         *[(name, x.dtype, x.shape[1:]) for name, x in statistics.items()],
         *[
             (name, x.dtype, x.shape if roles.get(name) in FIXED else x.shape[1:])
@@ -164,8 +191,8 @@ def _made(
         warn(f"{name} is evaluated uncompiled, slower: {type(error).__name__}: {message}", UserWarning)
         return None
     exact = evaluation.evaluate(loss, *_in_double(statistics, batch, factors), differentiate=differentiate)
-    flat = [[*gradients.values(), report.table] for gradients, report in (found, expected, exact)]
-    if all(map(_is_as_exact, *flat)):
+    flat = [[*gradients.values(), report.table] for gradients, report in (expected, exact)]
+    if all(map(_is_as_exact, found, *flat)):
         return graph
     warn(f"{name} is evaluated uncompiled, slower: its compiled graph has other results", UserWarning)
     return None
@@ -220,20 +247,21 @@ class Graph:
         self._variables = tuple(loss.differentiates) if differentiate else ()
         self._run = compile_graph(*self._traced(loss, statistics, batch, factors))
 
-    def __call__(
-        self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors
-    ) -> tuple[dict[str, Tensor], Report]:
-        *gradients, table = self._run(*self._tensors(statistics, batch, factors))
-        return dict(zip(self._variables, gradients, strict=True)), Report(table)
+    def __call__(self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors) -> Sequence[Tensor]:
+        """(*gradients, table)."""
+        return self._run(*self._tensors(statistics, batch, factors))
 
     def _tensors(self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors) -> list[Tensor]:
         """The arguments of the graph, which reads all of them as contiguous."""
-        segments = batch.segments
-        lengths = () if segments is None else (segments.lengths.view(-1, segments.roles),)
-        stats = list(statistics.values())
         inputs = [getattr(batch, name) for name in self._inputs]
-        vector = factors.vector(stats[0])
-        return [x.contiguous() for x in (*stats, batch.given_targets, *inputs, *lengths, vector)]
+        xs = [
+            *statistics.values(),
+            batch.given_targets,
+            *inputs,
+            _lengths(batch),
+            factors.vector(_first(statistics)),
+        ]
+        return [x.contiguous() for x in xs if x is not None]
 
     def _traced(
         self, loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors
@@ -274,8 +302,19 @@ class Graph:
         if batch.segments is not None:
             shape = (1, sequences) if together else (groups, size)
             fakes.append(fake(batch.segments.lengths, *shape))
-        fakes.append(fake(factors.vector(next(iter(statistics.values())))))
-        function = self._function(loss, tuple(statistics), batch, factors)
+        fakes.append(fake(factors.vector(_first(statistics))))
+        evaluate_slice = slice_function(loss, self._variables)
+        names, absent, units = tuple(statistics), batch.absent, factors.units
+        V, has_lengths = batch.V, batch.segments is not None
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            tensors = list(tensors)
+            named = {name: tensors.pop(0) for name in names}
+            targets = tensors.pop(0)
+            inputs = dict.fromkeys(absent) | {name: tensors.pop(0) for name in self._inputs}
+            lengths = tensors.pop(0) if has_lengths else None
+            return evaluate_slice(named, targets, inputs, lengths, tensors.pop(0), units, V)
+
         graph = make_fx(function, tracing_mode="fake")(*fakes)
         if environment.guards:
             raise ValueError(f"its terms depend on a size: {environment.guards[0].expr}")
@@ -283,39 +322,62 @@ class Graph:
         graph.recompile()
         return graph, fakes
 
-    def _function(
-        self, loss: LossSpec, names: Sequence[str], batch: Batch, factors: Factors
-    ) -> Callable[..., list[Tensor]]:
-        """The evaluation as a function of tensors: those of `_tensors`, to [*gradients, table]."""
-        absent, V, segments = batch.absent, batch.V, batch.segments
-        ignore_index = None if batch.ignored is None else batch.ignore_index
-        units = factors._replace(num_items_unit=None)
 
-        def function(*tensors: Tensor) -> list[Tensor]:
-            tensors = list(tensors)
-            statistics = {name: tensors.pop(0) for name in names}
-            targets = tensors.pop(0)
-            inputs = dict.fromkeys(absent) | {name: tensors.pop(0) for name in self._inputs}
-            parts = None
-            if segments is not None:
-                lengths = tensors.pop(0)  # (groups, sequences of a group)
-                parts = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape)
-            on_device = units.of_vector(tensors.pop(0))
-            rows = Batch(targets, V, inputs, parts, ignore_index=ignore_index)
+def slice_function(loss: LossSpec, variables: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """The evaluation of a loss as a function of tensors. It returns (*gradients of `variables`, table)."""
 
-            def total(leaves: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor]]:
-                terms = loss.terms(declared(loss, {**statistics, **leaves}), rows)
-                terms = rows.masked(terms[0]), rows.masked(terms[1])
-                table = report(loss, terms, on_device, fused=False).table
-                return reduced(terms[0], on_device), (table,)
+    def evaluate_slice(
+        statistics: Mapping[str, Tensor],
+        targets: Tensor,
+        inputs: Mapping[str, Tensor | None],
+        lengths: Tensor | None,  # (groups, sequences of a group)
+        factors: Tensor,
+        units: Units,
+        V: int,
+    ) -> tuple[Tensor, ...]:
+        segments = None
+        if lengths is not None:
+            segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape)
+        ignore_index = None if loss.compact else loss.ignore_index
+        batch = Batch(targets, V, inputs, segments, ignore_index=ignore_index)
+        named = units.of(factors)
 
-            variables = {name: statistics[name] for name in self._variables}
-            if not variables:
-                return list(total(variables)[1])
-            gradients, (_, found) = torch.func.grad_and_value(total, has_aux=True)(variables)
-            return [*gradients.values(), *found]
+        def total(leaves: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor]]:
+            known = {**statistics, **leaves}
+            if torch.compiler.is_compiling():
+                terms = evaluate_terms(loss, known, batch)
+            else:  # in a trace without guards, which must not compare sizes
+                terms = tuple([batch.masked(each) for each in loss.terms(declared(loss, known), batch)])
+            return reduced(terms[0], named), (report(loss, terms, named, fused=False).table,)
 
-        return function
+        if not variables:
+            return total({})[1]
+        differentiated = torch.func.grad_and_value(total, has_aux=True)
+        gradients, (_, found) = differentiated({name: statistics[name] for name in variables})
+        return *[gradients[name] for name in variables], *found
+
+    return evaluate_slice
+
+
+def _lengths(batch: Batch) -> Tensor | None:
+    """(groups, sequences of a group) the lengths of the sequences; None for a loss of single tokens."""
+    segments = batch.segments
+    return None if segments is None else segments.lengths.view(-1, segments.roles)
+
+
+def _first(statistics: Mapping[str, Tensor]) -> Tensor:
+    return next(iter(statistics.values()))
+
+
+@functools.lru_cache(maxsize=128)
+def _compiled_slice(loss: LossSpec, variables: tuple[str, ...]) -> Callable:
+    """`slice_function` under torch.compile; it returns None if compiling the loss failed."""
+    plain = slice_function(loss, variables)
+    # Dynamo limits the number of graphs per code object, so each loss gets a copy of the code object.
+    plain.__code__ = plain.__code__.replace()
+    # Without graph breaks: the terms would run under torch.func, which does not take every autograd Function.
+    run = torch.compile(plain, dynamic=True, fullgraph=True)
+    return _attempt(run, lambda *tensors: None, f"{type(loss).__name__} is evaluated uncompiled, slower")
 
 
 def compile_graph(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
@@ -351,25 +413,26 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
     # Dynamo limits the number of graphs per code object, so each loss gets a copy of the code object.
     plain.__code__ = plain.__code__.replace()
     run = torch.compile(plain, dynamic=True)
+    return _attempt(run, plain, f"{type(loss).__name__} runs uncompiled, slower and in more memory")
 
-    def evaluate_chunk(products: Tensor, chunk: ChunkInputs) -> Evaluation:
+
+def _attempt(run: Callable, otherwise: Callable, warning: str) -> Callable:
+    """Return `run`, a compiled function of tensors, until the compiler fails: from then on `otherwise`."""
+
+    def attempt(first: Tensor | Mapping[str, Tensor], *others: object) -> Any:
         nonlocal run
         try:
-            with _stance(products.device):
-                return run(products, chunk)
+            with _stance((first if isinstance(first, Tensor) else _first(first)).device):
+                return run(first, *others)
         except Exception as error:
-            if run is plain or not _is_of_the_compiler(error):
+            if run is otherwise or not _is_of_the_compiler(error):
                 raise
-            run = plain
-            name = type(loss).__name__
+            run = otherwise
             message = str(error).strip().partition("\n")[0]
-            warn(
-                f"{name} runs uncompiled, slower and in more memory: {type(error).__name__}: {message}",
-                UserWarning,
-            )
-            return plain(products, chunk)
+            warn(f"{warning}: {type(error).__name__}: {message}", UserWarning)
+            return otherwise(first, *others)
 
-    return evaluate_chunk
+    return attempt
 
 
 def _is_of_the_compiler(error: Exception) -> bool:

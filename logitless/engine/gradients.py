@@ -29,9 +29,8 @@ def sum_dtypes(call: HeadCall, *, multi_head: bool, d_weight_in_stat_dtype: bool
     Args:
         call: the head.
         multi_head: whether the public call has several heads.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype`, unless the loss has an
-            `accum_dtype`: with several chunks, and in calls in which this is known before their plan
-            (`budget.plan_for`).
+        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype`: with several chunks, and in the
+            calls that `budget.plan_for` names. `accum_dtype` of the loss overrides it.
     """
     weight = call.loss.accum_dtype
     if weight is None:
@@ -92,8 +91,9 @@ class Gradients:
         supervised: the rows of each entry of `sums` that a supervised token may reach, by index: (N,) bool
             for d_hidden, () for the others; None: all rows. Only these rows are multiplied by the upstream
             gradient (`finish`).
-        deferred: 1.0, or None in fp16. In fp16, the pass chooses the factor by which `finish` multiplies the
-            sums: a power of two that keeps the gradients near 1. It passes the factor to `open` and `close`.
+        deferred: 1.0; in fp16 None: not chosen yet. The pass then chooses the factor by which `finish`
+            multiplies the sums, a power of two that keeps the gradients near 1, and passes it to `open` and
+            `close`.
     """
 
     def __init__(self, calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None):

@@ -13,7 +13,8 @@ once.
 For a pass that solves a call (`Pass.SOLVE`), with the number of products if hidden states and weight are
 trained:
 
-    fused, resident   spans of one chunk, which keeps its logits until the loss is evaluated      3 products
+    fused, resident   spans of one chunk, whose logits, or gradient up to a factor per row, stay
+                      in memory until the loss is evaluated                                       3 products
     recompute         spans of several chunks, which are projected twice                          4 products
     mixed             both, in a call with groups of different sizes
 
@@ -53,7 +54,7 @@ class BudgetWarning(UserWarning):
 
 
 class Kind(Enum):
-    """The way in which the rows of a step are computed; see `replay.py`."""
+    """The way in which the rows of a chunk are computed; see `replay.py`."""
 
     PLAIN = "their logits are projected"
     PICKED = "projected, and the logits of their kept ids picked"
@@ -125,7 +126,7 @@ class Replayed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy and its steps; `out.plan` is the plan of a call.
+    """A strategy and its spans of chunks; `out.plan` is the plan of a call.
 
     Attributes:
         strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed" (resident and
@@ -350,7 +351,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
 
 
 def _strategy(purpose: Pass, facts: Facts) -> tuple[str, bool, Write]:
-    """Return (strategy of a call without groups that exceed the budget, `Plan.reads`, `Plan.writes`)."""
+    """Return (strategy, `Plan.reads`, `Plan.writes`). `make_plan` replaces "fused" by that of the groups."""
     cached_grad = facts.allows_cached_grad and not facts.trainable_head
     if purpose is Pass.GRADIENTS:
         return "recompute", facts.rereads, Write.BEFORE_LOSS
@@ -369,8 +370,8 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     once.
 
     For a loss with scope "group" or "batch", the rows are not in the order of the groups. Therefore all rows
-    are one span, whose chunks are projected twice if there are several. Its strategy is "recompute" if any
-    row is projected, also if there is one chunk, which is projected once.
+    are one span. Its strategy is "recompute" if it has several chunks, which are projected twice, and
+    "resident" if it has one.
     """
     plain, picked, gathered, certain, *_ = replay
     projected = plain + picked

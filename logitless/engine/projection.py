@@ -27,7 +27,9 @@ class Chunk:
     stop: int
     kind: Kind
     reads: bool  # whether `Reader.read` computes the statistics of the logits; False: it only projects
-    writes: bool  # whether the gradient of the logits is written before they are projected again
+    # Whether the gradient of the logits is written in this visit; False: the chunk is only read, and
+    # projected again later, or in another pass.
+    writes: bool
     row_index: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
     logits: Tensor  # (C, V) products, a view of the loop's one buffer
     # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower dtype.
@@ -133,7 +135,8 @@ class Projection:
     def scale(self, chunk: Chunk) -> None:
         """Apply the row factors, in one launch, to d_features and to the features of the trained columns.
 
-        The features of the trained columns are the input of product 3.
+        The latter are the input of product 3: all features or, with LoRA, those that the adapter's columns of
+        the weight multiply.
         """
         pairs = []
         if self.needs.weight:

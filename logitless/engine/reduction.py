@@ -1,9 +1,9 @@
 """The reduction of a loss: the factor of each unit's sum, and the sums of a slice in one tensor.
 
-In fp16, the factor of the loss's main unit is split into m * 2^e with m in [0.5, 1). The gradients of the
-chunks are multiplied by m, and the backward pass multiplies them by 2^e, which is exact. Therefore no
-gradient underflows, even if there are many tokens. Numbers that the host knows stay Python numbers, because
-small kernels would delay the first product.
+In fp16, the factor of the loss's unit (`loss.unit`) is split into m * 2^e with m in [0.5, 1), and the factors
+of all units are divided by 2^e. The backward pass multiplies the gradients by 2^e, which is exact. Therefore
+no gradient underflows, even if there are many tokens. Numbers that the host knows stay Python numbers,
+because small kernels would delay the first product.
 """
 
 import math
@@ -42,14 +42,24 @@ class Factors(NamedTuple):
         tensors = [x if isinstance(x, Tensor) else torch.full((), x, **options) for x in values]
         return torch.stack([x.to(**options) for x in tensors])
 
-    def of_vector(self, vector: Tensor) -> "Factors":
-        """The factors of these units as 0-d tensors, entries of a `vector`."""
+    @property
+    def units(self) -> "Units":
+        loss = None if self.loss is None else tuple(self.loss)
+        return Units(loss, tuple(self.metrics), self.num_items_unit)
+
+
+class Units(NamedTuple):
+    """The units of `Factors`, without the factors: a constant of a compiled function."""
+
+    loss: tuple[str | None, ...] | None
+    metrics: tuple[str | None, ...]
+    num_items_unit: str | None
+
+    def of(self, vector: Tensor) -> Factors:
+        """The factors as 0-d tensors, entries of `Factors.vector`."""
         first = len(self.loss or ())
-        loss, metrics = vector[:first].unbind(), vector[first:].unbind()
-        metrics = dict(zip(self.metrics, metrics, strict=True))
-        return self._replace(
-            loss=None if self.loss is None else dict(zip(self.loss, loss, strict=True)), metrics=metrics
-        )
+        loss = None if self.loss is None else dict(zip(self.loss, vector[:first].unbind()))
+        return Factors(loss, dict(zip(self.metrics, vector[first:].unbind())), self.num_items_unit)
 
 
 def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[Factors, Number]:

@@ -121,11 +121,11 @@ def compact_rows(
 ) -> Rows:
     """Choose the rows to project, and raise the faults that were counted on the device.
 
-    This function has the one host sync of a pass, in which the host reads its counts; the module `choose` has
-    the exceptions. With compact=False it has none: all rows are projected, and faults are asserted on the
-    device. The host then knows the number of packed sequences
-    but not their lengths, so the caller combines them into one group. A fault on one of the peers is raised
-    on all of them. Boundaries are checked even if the loss does not depend on sequences.
+    This function has the one host sync of a pass, in which the host reads its counts; the docstring of
+    `choose` lists the calls with a second sync. With compact=False it has none: all rows are projected, and
+    faults are asserted on the device. The host then knows the number of packed sequences but not their
+    lengths, so the caller combines them into one group. A fault on one of the peers is raised on all of them.
+    Boundaries are checked even if the loss does not depend on sequences.
     """
     supervised = marks[0]
     packed = cu_seqlens is not None

@@ -81,7 +81,9 @@ def read(
 ) -> Tensor | None:
     """Compute the logits `hidden @ weight.T` tile by tile, and write their statistics to `out`.
 
-    With `gradient`, also write an unscaled gradient to it.
+    The statistics of ignored rows are 0. A target of V or more belongs to another shard: its row gets -inf as
+    logps and the row's largest logit as is_top1, as in `cross_entropy.token_statistics`. With `gradient`,
+    also write an unscaled gradient to it.
 
     Returns:
         row_scale (C,), with d logp / d logits = row_scale[:, None] * gradient; None if `gradient` is None.

@@ -3,12 +3,15 @@ they serve every size. Every formula runs in a graph in tests/random/test_losses
 
 import copy
 import dis
+import functools
 import gc
 import inspect
 import pickle
 import shutil
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +88,13 @@ def test_sizes_that_happen_to_be_equal(graphs):
             results(DPOLoss(), *tensors, **given), uncompiled(DPOLoss(), *tensors, **given)
         )
     assert len(graphs) == 3, "a pair alone has a graph of its own"
+    loss = GRPOLoss(importance_sampling_level="sequence")
+    for sequences, length in ((2, 5), (3, 3), (7, 2)):
+        tensors = operands(sequences, length)
+        given = {"advantages": torch.randn(sequences, device=DEVICE)}
+        given["old_logps"] = torch.randn(sequences, length, device=DEVICE)
+        torch.testing.assert_close(results(loss, *tensors, **given), uncompiled(loss, *tensors, **given))
+    assert len(graphs) == 4 and None not in graphs.values()
 
 
 def test_several_spans_and_counts_that_the_host_does_not_know(graphs):
@@ -144,13 +154,117 @@ class Inherits(CrossEntropyLoss):
     pass
 
 
-def test_losses_of_users_are_not_traced(graphs):
+class Old(torch.autograd.Function):
+    """torch.func does not take it: it has no setup_context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return 2 * upstream
+
+
+class WithOldFunction(TokenLoss):
+    def terms(self, stats, batch):
+        return {"old": Term(-Old.apply(stats.logps))}, {}
+
+
+class Prints(TokenLoss):
+    def terms(self, stats, batch):
+        print("evaluated", file=sys.stderr)
+        return {"printed": Term(-stats.logps)}, {}
+
+
+class BranchesOnSize(TokenLoss):
+    def terms(self, stats, batch):
+        factor = 2.0 if stats.logps.shape[0] > 8 else 1.0
+        return {"branched": Term(-factor * stats.logps)}, {}
+
+
+class OfPairs(TokenLoss):
+    scope = "group"
+    sequences_per_group = 2
+    metric_names = ("margin",)
+
+    def terms(self, stats, batch):
+        chosen, rejected = batch.sum_by_sequence(stats.logps).chunk(2)
+        return {"pairs": Term((rejected - chosen).relu(), over="pairs")}, {
+            "margin": Term((chosen - rejected).detach(), over="pairs")
+        }
+
+
+class Draws(TokenLoss):
+    def terms(self, stats, batch):
+        return {"drawn": Term(-stats.logps * torch.rand_like(stats.logps))}, {}
+
+
+@pytest.fixture
+def guarded(graphs, monkeypatch) -> dict:
+    """torch.compile runs a loss with its guards, and no Inductor."""
+    compiled._compiled_slice.cache_clear()
+    without_inductor = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(compiled.torch, "compile", without_inductor)
+    yield graphs
+    compiled._compiled_slice.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_losses_of_users_are_not_traced_without_guards(guarded):
     tensors = operands(5)
     before = results(Left(), *tensors)[0]
     FACTORS["now"] = 2.0
     torch.testing.assert_close(results(Left(), *tensors)[0], 2 * before)
     results(Inherits(), *tensors)
-    assert not graphs
+    assert not guarded
+
+
+@pytest.mark.parametrize("cls", [BranchesOnSize, OfPairs, Inherits])
+def test_losses_of_users_under_torch_compile(guarded, cls):
+    """Also a branch on the number of rows: its guard is checked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for sequences, length in ((4, 1), (4, 3), (2, 5)):
+            tensors = operands(sequences, length)
+            torch.testing.assert_close(results(cls(), *tensors), uncompiled(cls(), *tensors))
+    assert not guarded
+
+
+def test_a_loss_that_the_compiler_does_not_take(guarded, capsys):
+    """One warning; it runs as before, every time."""
+    with pytest.warns(UserWarning, match="^Prints is evaluated uncompiled, slower: ") as caught:
+        for rows in (5, 9):
+            tensors = operands(rows)
+            torch.testing.assert_close(results(Prints(), *tensors), uncompiled(Prints(), *tensors))
+    assert len([each for each in caught if "uncompiled" in str(each.message)]) == 1
+    assert capsys.readouterr().err.count("evaluated") == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*evaluated uncompiled")
+def test_an_autograd_function_that_torch_func_does_not_take(guarded):
+    tensors = operands(5)
+    torch.testing.assert_close(results(WithOldFunction(), *tensors), uncompiled(WithOldFunction(), *tensors))
+
+
+def test_a_random_number_is_drawn_in_each_call(guarded):
+    tensors = operands(5)
+    first, second = (results(Draws(), *tensors)[0] for _ in range(2))
+    assert first != second
+    torch.manual_seed(3)
+    third = results(Draws(), *tensors)[0]
+    torch.manual_seed(3)
+    assert results(Draws(), *tensors)[0] == third
+
+
+def test_an_error_of_a_users_terms_is_raised(guarded):
+    class Wrong(TokenLoss):
+        def terms(self, stats, batch):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results(Wrong(), *operands(5))
 
 
 @pytest.mark.parametrize("how", ["deterministic", "stance", "one row", "dispatch mode"])
@@ -220,13 +334,24 @@ def test_a_graph_with_other_results_is_not_used(graphs, monkeypatch, wrong):
         )
 
 
-def test_an_error_of_the_call_is_the_callers(graphs):
+class OfSequences(CrossEntropyLoss):
+    unit = "sequences"
+
+
+def test_an_error_of_the_call_is_the_callers(graphs, monkeypatch):
     """It is raised as it is, and the next call makes the graph."""
     hidden, weight, targets = operands(5)
     with pytest.raises(ValueError, match="^num_items: expected"):
         CrossEntropyLoss()(hidden, weight, targets, num_items=-1)
     results(CrossEntropyLoss(), hidden, weight, targets)
     assert len(graphs) == 1 and None not in graphs.values()
+    # No term of this loss is over the unit that num_items counts, also after a call without it.
+    monkeypatch.setattr(OfSequences, "__module__", "logitless.losses.own")
+    tensors = operands(4, 3)
+    results(OfSequences(), *tensors)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^num_items: expected None for a loss without a term over"):
+            OfSequences()(*tensors, num_items=3)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

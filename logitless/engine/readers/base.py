@@ -150,6 +150,8 @@ class Reader:
     def read(self, chunk: Chunk, head: Projection) -> None:
         """Project the chunk (product 1: logits = features @ weight.T) and, if `chunk.reads`, read it.
 
+        With a fused epilogue, a chunk that is not read is projected by `write` instead.
+
         To read a chunk is to compute its per-token statistics, and the log-probabilities of the reference or
         the teacher's logits if the loss needs them. If `chunk.writes` is set, and one kernel computes
         statistics and gradient, `chunk.gradient` is also written.
@@ -162,7 +164,10 @@ class Reader:
         raise NotImplementedError
 
     def evaluate(self, span: Span) -> None:
-        """Compute the loss of a span of rows, and its gradient with respect to the statistics."""
+        """Compute the loss of a span of rows, and its gradient with respect to the statistics.
+
+        A `LogitsReader` does so in `read`, chunk by chunk; its `evaluate` is for a call without rows.
+        """
         raise NotImplementedError
 
     def write(self, chunk: Chunk, head: Projection) -> None:

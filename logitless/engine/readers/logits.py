@@ -100,7 +100,7 @@ class LogitsReader(Reader):
             self._by_kernel(span, logits, batch, upstream, written)
         else:
             inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
-            factors = self.factors.of_vector(self.factors.vector(logits))
+            factors = self.factors.units.of(self.factors.vector(logits))
             chunk_inputs = ChunkInputs(call.bias, batch.given_targets, inputs, factors, upstream)
             evaluate = compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():

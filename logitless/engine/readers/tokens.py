@@ -268,8 +268,9 @@ class TokenReader(Reader):
 def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:
     """Whether one kernel projects and reads in a pass with fp32 logits.
 
-    This is not possible if the loss must be evaluated between reading and writing a chunk, if it needs a
-    weighted sum of logits, or for predictions. The pass then stores logits in fp32.
+    This is not possible if a pass that solves the call needs the evaluation for more than a factor per row of
+    d logp / d logits, if the loss needs a weighted sum of logits, or for predictions. The pass then stores
+    logits in fp32.
     """
     loss = call.loss
     between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)

@@ -34,7 +34,8 @@ def scale_all(
         pairs: pairs (x, out) of matrices (n, m) with contiguous rows. `out` may be `x`.
         factors: one or two factors: 0-d, or (n,) if all matrices have n rows.
         supervised: with a single 0-d factor, one entry for each matrix. (n,) bool: the other rows, which are
-            0 in x, are 0 in `out` for every factor. 0-d int64: with 0, all rows are. None: no row.
+            0 in x, are 0 in `out` for every factor. 0-d int64, the number of supervised tokens: if it is 0,
+            all rows are 0 in `out`. None: no row is forced to 0.
     """
     if not pairs:
         return
