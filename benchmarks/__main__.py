@@ -9,6 +9,7 @@ import typer
 from benchmarks import (
     activation_budgets,
     compare_trees,
+    evaluation,
     fsdp,
     layers,
     lora,
@@ -421,6 +422,25 @@ def counts(
     write_json(out, document)
     finish(out)
     typer.echo(counted.table(document))
+
+
+@app.command("evaluation")
+def evaluations(
+    seconds: Seconds = 1.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+) -> None:
+    """Calls whose loss is evaluated uncompiled, and as one compiled graph (`LOGITLESS_COMPILE=1`)."""
+    target = chosen_device(device, quick)
+    document = new_document("evaluation", target, quick=quick) | {"complete": False}
+    path = out_path(out, document)
+    evaluation.run(document, target, quick=quick, seconds=seconds, out=path, say=speaker())
+    write_json(path, document)
+    finish(path)
+    typer.echo(evaluation.table(document))
+    if any(row["verdict"] != "ok" for row in document["rows"]):
+        raise typer.Exit(1)
 
 
 @app.command()
