@@ -142,6 +142,15 @@ class HeadCall:
         hidden_alone = self.needs.hidden and not (self.needs.weight or self.needs.bias)
         return hidden_alone and self.sets is None and self.loss.reader.allows_cached_grad(self.loss)
 
+    def with_targets(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> "HeadCall":
+        """Return the call with other targets and inputs of the same shapes and dtypes.
+
+        No other field depends on their values. `dataclasses.replace` would derive all of them again.
+        """
+        call = object.__new__(HeadCall)
+        call.__dict__.update(self.__dict__, targets=targets, inputs=inputs)
+        return call
+
     def with_shards(self, shards: Shards | None) -> "HeadCall":
         """Return the call with the shard sizes and kernels of all ranks; unchanged if `shards` is None."""
         if shards is None:

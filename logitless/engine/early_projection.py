@@ -9,7 +9,7 @@ is the same.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -94,7 +94,7 @@ class EarlyProjection:
         num_items = call.num_items if loss.reduction == "mean" else None
         targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
         inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
-        self.call = replace(call, targets=targets, inputs=inputs)
+        self.call = call.with_targets(targets, inputs)
         self.rows = every_row(call)
         self._wrong = wrong.to("cpu", non_blocking=True)
         self._copied = None
