@@ -188,29 +188,30 @@ class Proof:
         if package_version("trl") is None:
             self.document["absent"]["shadow"] = "trl is not installed"
             return
-        from benchmarks import shadow
+        from benchmarks import shadow, shadow_heads
 
-        kinds = picked(shadow.KINDS, list(self.settings.trainers) or None)
+        kinds = picked([*shadow.KINDS, *shadow_heads.KINDS], list(self.settings.trainers) or None)
         low = [torch.bfloat16] if self.device.type == "cuda" else []
         with tempfile.TemporaryDirectory() as folder:
             world = self.world(Path(folder))
+            options = {
+                "steps": self.settings.shadow_steps,
+                "logits_budget": world_budget(self.settings.quick),
+                "ended": self.ended,
+            }
             for kind in kinds:
-                for dtype in (torch.float32, *low):
+                of_trainer = kind in shadow.KINDS
+                for dtype in (torch.float32, *(low if of_trainer else [])):
                     name = str(dtype).removeprefix("torch.")
                     if self.leave_out(f"shadow: {kind}, {name}"):
                         continue
                     section: dict = {"trainer": kind, "model": world.name, "dtype": name}
                     start = time.perf_counter()
                     try:
-                        found = shadow.compare(
-                            kind,
-                            world,
-                            Path(folder) / "out",
-                            steps=self.settings.shadow_steps,
-                            dtype=dtype,
-                            logits_budget=world_budget(self.settings.quick),
-                            ended=self.ended,
-                        )
+                        if of_trainer:
+                            found = shadow.compare(kind, world, Path(folder) / "out", dtype=dtype, **options)
+                        else:
+                            found = shadow_heads.compare(kind, world, **options)
                         section |= shadow_summary([asdict(step) for step in found])
                     # A trainer may fail in any way; the others must still be measured.
                     except Exception as error:

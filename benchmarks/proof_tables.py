@@ -77,14 +77,13 @@ def shadow(document: dict) -> str:
     found = {(section["trainer"], section["dtype"]): section for section in document["shadow"]}
     body = []
     for trainer in dict.fromkeys(trainer for trainer, _ in found):
-        exact, low = found[trainer, "float32"], found[trainer, "bfloat16"]
+        exact, low = found[trainer, "float32"], found.get((trainer, "bfloat16"))
         body.append(
             [
                 trainer,
                 len(exact["steps"]),
                 f"{exact['largest']:.1e}",
-                f"{100 * low['stock_error']:.1f}%",
-                f"{100 * low['error']:.1f}%",
+                *["" if low is None else f"{100 * low[name]:.1f}%" for name in ("stock_error", "error")],
             ]
         )
     headers = [

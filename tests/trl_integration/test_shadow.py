@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import shadow, sums
+from benchmarks import shadow, shadow_heads, sums
 from benchmarks.convergence import SHADOW_LIMIT
 from benchmarks.shadow import Step
 
@@ -52,6 +52,14 @@ def test_a_small_fault_is_seen(compared, kind, options, fault):
     """An argument of the loss that is a little off, while everything else is equal."""
     assert min(step.gradient for step in compared(kind, 2, fault=fault, **options)) > SEEN
     assert_equal(compared(kind, 2, **options))
+
+
+@pytest.mark.parametrize("kind", shadow_heads.KINDS)
+def test_gradients_of_heads_at_every_step(world, kind):
+    """Medusa's heads and a draft beside full logits; a gradient that is a little off is seen."""
+    assert_equal(shadow_heads.compare(kind, world, steps=10, logits_budget=BUDGET))
+    (step,) = shadow_heads.compare(kind, world, steps=1, logits_budget=BUDGET, fault=1e-2)
+    assert step.gradient > SHADOW_LIMIT
 
 
 @pytest.mark.slow
