@@ -182,7 +182,8 @@ def _made(
     arguments = statistics, batch, factors
     expected = evaluation.evaluate(loss, *arguments, differentiate=differentiate)  # raises errors of the call
     try:
-        graph = Graph(loss, *arguments, differentiate)
+        with no_hooks():
+            graph = Graph(loss, *arguments, differentiate)
         found = graph(*arguments)
     except torch.OutOfMemoryError:
         raise
@@ -384,7 +385,11 @@ def compile_graph(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Calla
     """Compile a graph by Inductor. The result checks nothing of its arguments."""
     import torch._inductor
 
-    return torch._inductor.standalone_compile(graph, list(fakes), dynamic_shapes="from_graph")
+    # The output of a CUDA graph would be overwritten by the next call.
+    options = {"config_patches": {"triton.cudagraphs": False}}
+    return torch._inductor.standalone_compile(
+        graph, list(fakes), dynamic_shapes="from_graph", options=options
+    )
 
 
 # -- A `LogitsLoss` on one chunk
@@ -437,12 +442,12 @@ def _attempt(run: Callable, otherwise: Callable, warning: str) -> Callable:
 
 def _is_of_the_compiler(error: Exception) -> bool:
     """Whether the compiler raised the error. Other errors, such as out of memory, are errors of the call."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import CppCompileError
 
     if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
         return False
-    kinds = (TorchDynamoException, CppCompileError)
+    kinds = (TorchDynamoException, FailOnRecompileLimitHit, CppCompileError)
     if (triton_errors := sys.modules.get("triton.errors")) is not None:
         kinds += (triton_errors.TritonError,)
     return isinstance(error, kinds)

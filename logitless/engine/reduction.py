@@ -37,7 +37,8 @@ class Factors(NamedTuple):
         values = [*(self.loss or {}).values(), *self.metrics.values()]
         capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
         if not capturing and not any([isinstance(x, Tensor) for x in values]):
-            return torch.tensor(values, dtype=options["dtype"]).to(like.device, non_blocking=True)
+            vector = torch.tensor(values, dtype=options["dtype"], device="cpu")
+            return vector.to(like.device, non_blocking=True)
         # A CUDA graph would read the host's memory of a copy again.
         tensors = [x if isinstance(x, Tensor) else torch.full((), x, **options) for x in values]
         return torch.stack([x.to(**options) for x in tensors])
@@ -234,8 +235,8 @@ def _fused_totals(values: Sequence[Tensor]) -> list[Tensor]:
 def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Tensor:
     """Combine all slices of a call: (1 + metrics,), the loss up to the deferred factor, then the metrics.
 
-    A metric is 0 if its divisor is 0. The result has the dtype of the statistics (`dtype`); the sums of a
-    `LogitsLoss` are wider if `logits_dtype` is.
+    A metric is not divided by a sum of weights that is 0. The result has the dtype of the statistics
+    (`dtype`); the sums of a `LogitsLoss` are wider if `logits_dtype` is.
     """
     tables = [x.table for x in reports]
     table = tables[0] if len(tables) == 1 else torch.stack(tables).sum(0)
@@ -247,8 +248,8 @@ def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Te
         summed = sequences.sum(table)
         whole = reports[0].whole
         if whole:
-            kept = torch.tensor(whole, dtype=torch.bool).to(table.device, non_blocking=True)
-            summed = torch.where(kept, table, summed)
+            pairs = zip(table.unbind(), summed.unbind(), whole, strict=True)
+            summed = torch.stack([one if is_whole else other for one, other, is_whole in pairs])
         table = summed
     count = 1 + len(loss.metric_names)
     if table.shape[0] > count:

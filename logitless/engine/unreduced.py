@@ -13,6 +13,7 @@ from logitless.engine.reduction import metric_factors, report, settled
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Role, looks_at_sequences
 from logitless.engine.terms import evaluate_terms, unreduced
+from logitless.parallel.sequences import WHOLE_SEQUENCES
 from logitless.parallel.vocabulary import Shards
 
 
@@ -41,7 +42,8 @@ def unreduced_loss(
     tokens = loss.sequences.counts(call.targets.device, supervised, chosen)
     dtype = statistics["lse"].dtype
     factors = metric_factors(*tokens, call.sequence_count, dtype)
-    metrics = settled(loss, [report(loss, result, factors, loss.sequences, fused=False)], dtype)[1:]
+    sequences = WHOLE_SEQUENCES if loss.scope == "token" else loss.sequences
+    metrics = settled(loss, [report(loss, result, factors, sequences, fused=False)], dtype)[1:]
     per_token = values.shape == call.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
     names = ()

@@ -1,11 +1,11 @@
 """Fused operators for the layers of a model: norms, rotary embeddings, gates, residual additions, LoRA.
 
 `norm`, `rope` and `gated` are the operators: launcher and PyTorch twin, with the Triton kernels in
-`*_triton.py`. `source`, `bodies`, `statements` and `rewrite` recognize the modules and statements of a model
-that compute the same as an operator; `fuse` and `fused_forwards` replace them by the operator. `lora` has the
-operator and the forward pass of PEFT's LoRA layers. `modules` has the operators as modules, for own models.
-Users call the operators from here and `fuse_layers` from `logitless.models`. `models` and the trainers use
-the operators and `fuse_layers`; the losses use neither.
+`*_triton.py`. `source`, `purity`, `bodies`, `statements` and `rewrite` recognize the modules and statements
+of a model that compute the same as an operator; `fuse` and `fused_forwards` replace them by the operator.
+`lora` has the operator and the forward pass of PEFT's LoRA layers. `modules` has the operators as modules,
+for own models. Users call the operators from here and `fuse_layers` from `logitless.models`. `models` and the
+trainers use the operators and `fuse_layers`; the losses use neither.
 """
 
 # Imported eagerly: `rope` and `gated` are also names of submodules, so a lazy attribute would be the function

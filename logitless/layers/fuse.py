@@ -22,6 +22,7 @@ from logitless.layers.bodies import (
     rotations_of,
 )
 from logitless.layers.fused_forwards import KEY, LAYER_NORM
+from logitless.layers.modules import LayerNorm, RMSNorm
 from logitless.layers.rewrite import Rewritten, rewrite
 from logitless.layers.source import Definition, Recognized, UnrecognizedSource, definitions_of, forward_of
 from logitless.layers.statements import FusibleNames
@@ -181,6 +182,8 @@ def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] |
     """
     if type(module) is nn.LayerNorm:
         return (), None, "torch's LayerNorm is one kernel; an addition before it may be fused"
+    if type(module) in (LayerNorm, RMSNorm):
+        return (), None, "it calls the fused operator already"
     body = norm_of(module)
     if body is None:
         return (), None, "it computes something else than the norms that can be fused"

@@ -44,7 +44,15 @@ def norm_forward(module: nn.Module, norm: Recognized, original: Callable, *args:
     if len(args) == 2 and type(args[1]) is Addition:
         return _run_norm_with_addition(module, norm.value, *args)
     weight = getattr(module, "weight", None)
-    if len(args) != 1 or kwargs or is_transformed() or not norm.is_current() or not _is_plain(*args, weight):
+    if (
+        len(args) != 1
+        or kwargs
+        or is_transformed()
+        or not norm.is_current()
+        or not _is_plain(*args, weight)
+        or not _has_width_of(weight, args[0])
+        or not _has_options(module, norm.value)
+    ):
         return original(*args, **kwargs)
     return apply_norm(norm.value, module, args[0], weight)
 
@@ -157,8 +165,15 @@ class Rotate:
             return False
         if not _is_plain(q, k, cos, sin) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
             return False
-        # Angles of one token, which PyTorch would broadcast, are not supported.
-        if cos.shape[1] == 1 != q.shape[2] or cos.shape[0] not in (1, q.shape[0]) or q.dtype != k.dtype:
+        batch, _, tokens, head_dim = q.shape
+        # PyTorch would broadcast q or k of another batch or length, and angles of one token.
+        if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, head_dim) or q.dtype != k.dtype:
+            return False
+        if cos.shape != sin.shape or cos.shape[0] not in (1, batch) or cos.shape[1] != tokens:
+            return False
+        rotary_dim = cos.shape[2] * (2 if self.rotation.angle_layout == "pairs" else 1)
+        is_partial = rotary_dim < head_dim and not self.rotation.whole_head
+        if rotary_dim % 2 or not (rotary_dim == head_dim or is_partial):
             return False
         return self.rotation.keeps_dtype or _preserves_dtype(q, cos)
 
@@ -187,7 +202,8 @@ def body_of(module: nn.Module) -> Norm | None:
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return LAYER_NORM
     state = state_of(module, KEY)
-    return state.value if state is not None and type(state.value) is Norm and state.is_current() else None
+    is_norm = state is not None and type(state.value) is Norm and state.is_current()
+    return state.value if is_norm and _has_options(module, state.value) else None
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -206,12 +222,24 @@ def is_untouched(module: nn.Module) -> bool:
 
 def _can_fuse_addition(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
     """Whether the norm can be fused with this addition: it is fused or a LayerNorm, and has no hooks."""
+    weight = getattr(norm, "weight", None)
     return (
         body_of(norm) is not None
         and is_untouched(norm)
-        and _is_plain(x, residual, getattr(norm, "weight", None), getattr(norm, "bias", None))
+        and _is_plain(x, residual, weight, getattr(norm, "bias", None))
         and x.shape == residual.shape
+        and _has_width_of(weight, x)
     )
+
+
+def _has_width_of(weight: Tensor | None, x: Tensor) -> bool:
+    """Whether the operators accept the weight: PyTorch would broadcast another."""
+    return weight is None or weight.shape == x.shape[-1:]
+
+
+def _has_options(module: nn.Module, norm: Norm) -> bool:
+    """Whether the attributes that the norm's forward pass reads are those of `fuse_layers`."""
+    return all(getattr(module, name, None) == value for name, value in norm.options)
 
 
 def _are_equal_norms(norms: tuple[nn.Module, nn.Module], bodies: list[Norm | None]) -> bool:

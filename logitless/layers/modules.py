@@ -221,11 +221,14 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor | None = None, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        if q.shape[-1] != self.head_dim:
+            expected = f"heads of head_dim {self.head_dim}"
+            raise value_error("q", expected, tuple(q.shape), "pass q of shape (B, heads, T, head_dim)")
         if position_ids is None:
             position_ids = torch.arange(q.shape[2], device=q.device)
         exponents = torch.arange(0, self.rotary_dim, 2, device=q.device, dtype=torch.float32)
         frequencies = self.base ** (-exponents / self.rotary_dim)
-        angles = position_ids.to(torch.float32)[..., None] * frequencies
+        angles = position_ids.to(q.device, torch.float32)[..., None] * frequencies
         options = {"rotary_dim": self.rotary_dim, "interleaved": self.interleaved}
         return rope(q, k, angles.cos(), angles.sin(), **options)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from numbers import Real
 from types import NoneType, UnionType
 from typing import ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 from weakref import WeakSet
@@ -309,6 +310,8 @@ def identity_of(loss) -> str:
 def _text(value: object) -> str:
     if type(value) in _PLAIN:
         return repr(value)
+    if isinstance(value, Real):  # such as numpy's
+        return f"{type(value).__qualname__} {value!r}"
     if type(value) is tuple:
         return f"({', '.join(map(_text, value))},)"
     if is_dataclass(value) and type(value).__dataclass_params__.frozen:

@@ -4,6 +4,8 @@ The forward pass reads the logits once, for a few numbers per token. The backwar
 writes their gradient: to a new tensor, or over the logits.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -67,9 +69,10 @@ def cross_entropy(
         num_items: divisor of the mean. Default: the number of supervised tokens or, with class_weights, the
             sum of the class weights of their targets.
         inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size.
-            Nothing may read the logits after it: autograd raises an error if it needs them again. They must
-            be contiguous, and neither a leaf that requires a gradient nor a view of one. Under torch.compile,
-            the compiler decides which memory it uses again.
+            Nothing may read the logits after it: autograd raises an error if it needs them again, unless
+            saved-tensor hooks return them unchecked. They must be contiguous, and neither a leaf that
+            requires a gradient nor a view of one. Under torch.compile, the compiler decides which memory it
+            uses again.
 
     Returns:
         0-d fp32 tensor (fp64 for fp64 logits). With `reduction="none"`, a tensor of targets' shape with 0 for
@@ -125,8 +128,10 @@ def cross_entropy(
     batch = Batch(targets, V, inputs, ignore_index=ignore_index)
     if torch.compiler.is_compiling():
         values = loss.values(_plain_statistics(flat, batch, loss), batch)
-    else:
+    elif torch.is_grad_enabled() and flat.requires_grad:
         values = _TokenLosses.apply(flat, loss, batch, inplace)
+    else:
+        values = _values(loss, batch, dict(_statistics(flat, loss, batch)[1].items()))
     # A factor of 0 for ignored tokens, whatever their logits are.
     values = torch.where(supervised, values, 0.0)
     if reduction == "none":
@@ -177,6 +182,8 @@ def _check_tensors(
             expected = f"targets' shape {tuple(shape)}"
             raise value_error(name, expected, tuple(x.shape), "pass one weight per token")
         check_constant(name, x)
+        if x.device != logits.device:
+            raise value_error(name, f"logits' device {logits.device}", x.device, "move it there")
     if isinstance(num_items, Tensor):
         if num_items.dim() != 0:
             expected = "a number or a 0-d tensor"
@@ -184,8 +191,8 @@ def _check_tensors(
     elif num_items is not None and not torch.compiler.is_compiling():
         check_number("num_items", num_items, "a finite number or a 0-d tensor")
     if inplace and not torch.compiler.is_compiling():
-        owner = logits if logits._base is None else logits._base
-        if owner.is_leaf and owner.requires_grad:
+        # A detached view of a leaf may be another leaf.
+        if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, logits._base)):
             remedy = "leave inplace out, or pass the result of an operation"
             raise value_error("logits", "no leaf that requires a gradient with inplace", "a leaf", remedy)
         if not logits.is_contiguous():
@@ -195,16 +202,17 @@ def _check_tensors(
 
 def _supervised(targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor | None) -> Tensor:
     """(N,) bool: which tokens count. Raises ValueError for invalid targets and a num_items of 0 or less."""
-    capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+    is_traced = torch.compiler.is_compiling()
+    capturing = not is_traced and targets.is_cuda and torch.cuda.is_current_stream_capturing()
     expected = f"ids in [0, {V}) or ignore_index"
     remedy = "fix the labels or set ignore_index"
-    if torch.compiler.is_compiling():
+    if is_traced:
         supervised = targets != loss.ignore_index
         outside = supervised & ((targets < 0) | (targets >= V))
     else:
         supervised, outside = marked(targets, V, loss.ignore_index).unbind()
     small = None if num_items is None else ~(num_items > 0) & supervised.any()
-    if torch.compiler.is_compiling() or capturing:
+    if is_traced or capturing:
         torch._assert_async(~outside.any(), f"targets: expected {expected}, got others; {remedy}.")
         if small is not None:
             torch._assert_async(~small, "num_items: expected a number above 0, got 0 or less; count again.")
@@ -229,8 +237,32 @@ def _plain_statistics(logits: Tensor, batch: Batch, loss: CrossEntropyLoss) -> T
     stats.lse = z.logsumexp(1)
     stats.logps = z.gather(1, batch.targets[:, None])[:, 0] - stats.lse
     if loss.label_smoothing:
-        stats.sum_logits = z.sum(1) if batch.class_weights is None else z @ batch.class_weights.to(z.dtype)
+        stats.sum_logits = _weighted_sum(z, batch.class_weights)
     return stats
+
+
+def _weighted_sum(z: Tensor, weights: Tensor | None) -> Tensor:
+    """The sums of rows. No product of matrices, which autocast would round."""
+    return z.sum(1) if weights is None else (z * weights.to(z.dtype)).sum(1)
+
+
+def _statistics(logits: Tensor, loss: CrossEntropyLoss, batch: Batch) -> tuple[Tensor, kernels.TokenBuffers]:
+    """(logits with contiguous rows, the statistics of each token)."""
+    N = logits.shape[0]
+    names = loss.differentiates
+    stats = kernels.allocate_stats(names, N, stat_dtype_of(logits.dtype), logits.device)
+    rows = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+    if N:
+        targets = batch.given_targets
+        kernels.token_statistics(rows, targets, stats, **_options(loss, batch.class_weights))
+    return rows, stats
+
+
+def _values(loss: CrossEntropyLoss, batch: Batch, statistics: Mapping[str, Tensor]) -> Tensor:
+    known = TokenStats()
+    for name, x in statistics.items():
+        setattr(known, name, x)
+    return loss.values(known, batch)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -239,22 +271,16 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, loss: CrossEntropyLoss, batch: Batch, inplace: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        names = loss.differentiates
-        N = logits.shape[0]
-        stats = kernels.allocate_stats(names, N, stat_dtype_of(logits.dtype), logits.device)
-        options = _options(loss, batch)
-        rows = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
-        if N:
-            kernels.token_statistics(rows, batch.given_targets, stats, **options)
+        rows, stats = _statistics(logits, loss, batch)
+        stats = dict(stats.items())
         with torch.enable_grad(), identity_hooks():
-            leaves = {name: getattr(stats, name).detach().requires_grad_() for name in names}
-            known = TokenStats()
-            for name, x in (dict(stats.items()) | leaves).items():
-                setattr(known, name, x)
-            values = loss.values(known, batch)
+            leaves = {name: stats[name].detach().requires_grad_() for name in loss.differentiates}
+            values = _values(loss, batch, stats | leaves)
             gradients = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
-        ctx.loss, ctx.batch, ctx.inplace, ctx.names = loss, batch, inplace, tuple(dict(stats.items()))
-        ctx.save_for_backward(rows, *dict(stats.items()).values(), *gradients)
+        ctx.loss, ctx.inplace, ctx.names = loss, inplace, tuple(stats)
+        ctx.is_overwritten = False
+        saved = rows, batch.given_targets, batch.class_weights, *stats.values(), *gradients
+        ctx.save_for_backward(*saved)
         return values.detach()
 
     @staticmethod
@@ -266,22 +292,27 @@ class _TokenLosses(torch.autograd.Function):
             )
         if upstream is None:
             return None, None, None, None
-        logits, *saved = ctx.saved_tensors
+        if ctx.is_overwritten:
+            raise RuntimeError(
+                "inplace: expected one backward pass, got a second one, and the first has overwritten the "
+                "logits; leave inplace out."
+            )
+        ctx.is_overwritten = ctx.inplace
+        logits, targets, class_weights, *saved = ctx.saved_tensors
         count = len(ctx.names)
         stats = kernels.TokenBuffers(**dict(zip(ctx.names, saved[:count], strict=True)))
         gradients = zip(ctx.loss.differentiates, saved[count:], strict=True)
         grads = kernels.TokenBuffers(**{name: g * upstream for name, g in gradients if g is not None})
         logits = logits.detach()
         gradient = logits if ctx.inplace else torch.empty_like(logits)
-        options = _options(ctx.loss, ctx.batch)
+        options = _options(ctx.loss, class_weights)
         if len(logits):
-            targets = ctx.batch.given_targets
             kernels.logits_gradient(logits, targets, stats, grads, gradient=gradient, **options)
         if ctx.inplace:
             torch.autograd.graph.increment_version(gradient)
         return gradient, None, None, None
 
 
-def _options(loss: CrossEntropyLoss, batch: Batch) -> dict:
-    weights = batch.class_weights if loss.label_smoothing else None
+def _options(loss: CrossEntropyLoss, class_weights: Tensor | None) -> dict:
+    weights = class_weights if loss.label_smoothing else None
     return {"head": loss.head, "class_weights": weights, "ignore_index": loss.ignore_index}

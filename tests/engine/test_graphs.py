@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -239,6 +240,34 @@ def test_a_loss_that_the_compiler_does_not_take(guarded, capsys):
             torch.testing.assert_close(results(Prints(), *tensors), uncompiled(Prints(), *tensors))
     assert len([each for each in caught if "uncompiled" in str(each.message)]) == 1
     assert capsys.readouterr().err.count("evaluated") == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*torch._dynamo hit config")
+def test_a_global_that_changes_in_each_call(guarded, monkeypatch):
+    """The compiler gives up after some values; the loss then runs uncompiled."""
+    tensors = operands(5)
+    few = torch._dynamo.config.patch(recompile_limit=2)
+    message = "^Left is evaluated uncompiled, slower: FailOnRecompileLimitHit"
+    with few, pytest.warns(UserWarning, match=message):
+        for step in range(5):
+            monkeypatch.setitem(FACTORS, "now", 0.5 + step)
+            torch.testing.assert_close(results(Left(), *tensors), uncompiled(Left(), *tensors))
+
+
+def test_numbers_of_numpy_have_graphs_of_their_own(graphs):
+    tensors = operands(5)
+    for number in range(5):
+        z_loss = np.linspace(0.1, 3, 5)[number]  # freed after the step
+        found = results(CrossEntropyLoss(z_loss=z_loss), *tensors)
+        torch.testing.assert_close(found, uncompiled(CrossEntropyLoss(z_loss=float(z_loss)), *tensors))
+    assert len(graphs) == 5 and None not in graphs.values()
+
+
+def test_a_first_call_under_saved_tensor_hooks(graphs):
+    hidden, weight, targets = operands(5)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        results(CrossEntropyLoss(), hidden, weight, targets)
+    assert graphs and None not in graphs.values()
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated uncompiled")

@@ -119,6 +119,7 @@ MISSING = (
     ("torch's LayerNorm", "", ""),
     ("something else than the norms", "Gated", "gated norm"),
     ("something else than the norms", "", "other norm"),
+    ("depend on more than its arguments", "", "other norm"),
     ("not a rotation", "", "rotation"),
     ("runs other code", "", "gate of grouped experts"),
     ("no statements", "Attention", "attention"),

@@ -17,7 +17,8 @@ from logitless.layers.bodies import (
     norm_of,
     rotation_of,
 )
-from logitless.layers.fused_forwards import Rotate
+from logitless.layers.fuse import fuse_layers
+from logitless.layers.fused_forwards import Rotate, add_norm
 from logitless.layers.source import UnrecognizedSource
 
 NORM_CLASSES = {
@@ -26,28 +27,28 @@ NORM_CLASSES = {
     "olmo2.Olmo2RMSNorm": Norm("single"),
     "helium.HeliumRMSNorm": Norm("single"),
     "moshi.MoshiRMSNorm": Norm("single", "eps"),
-    "gemma3n.Gemma3nRMSNorm": Norm("single", "eps"),
+    "gemma3n.Gemma3nRMSNorm": Norm("single", "eps", options=(("with_scale", True),)),
     "llama4.Llama4TextL2Norm": Norm("single", "eps"),
     "cohere.CohereLayerNorm": Norm("single", center=True),
-    "t5.T5LayerNorm": None,
+    "t5.T5LayerNorm": "branches on its arguments",
     "nemotron.NemotronLayerNorm1P": None,
     "bamba.BambaRMSNormGated": None,
 }
 ROTATION_FUNCTIONS = {
-    "llama": Rotation(),
+    "llama": Rotation(whole_head=True),
     "gpt_neox": Rotation(),
     "glmasr": Rotation(),
     "nemotron": Rotation(),
     "phi3": Rotation(),
-    "olmo2": Rotation(keeps_dtype=True),
-    "modernbert": Rotation(keeps_dtype=True),
-    "cohere": Rotation(interleaved=True, keeps_dtype=True),
+    "olmo2": Rotation(keeps_dtype=True, whole_head=True),
+    "modernbert": Rotation(keeps_dtype=True, whole_head=True),
+    "cohere": Rotation(interleaved=True, keeps_dtype=True, whole_head=True),
     "glm4v": Rotation(interleaved=True),
-    "blt": Rotation(interleaved=True),
+    "blt": Rotation(interleaved=True, whole_head=True),
     "glm": Rotation(interleaved=True, angle_layout="first half"),
-    "helium": Rotation(interleaved=True, angle_layout="first half"),
-    "ernie4_5": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True),
-    "gpt_oss": Rotation(angle_layout="pairs"),
+    "helium": Rotation(interleaved=True, angle_layout="first half", whole_head=True),
+    "ernie4_5": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True, whole_head=True),
+    "gpt_oss": Rotation(angle_layout="pairs", whole_head=True),
     # The text of llama's, with a rotate_half of the other sign.
     "nanochat": None,
     "gptj": None,
@@ -80,7 +81,12 @@ def module_of(path: str) -> nn.Module:
 
 @pytest.mark.parametrize("path", NORM_CLASSES)
 def test_norms(path):
-    assert norm_of(module_of(path)) == NORM_CLASSES[path]
+    expected = NORM_CLASSES[path]
+    if isinstance(expected, str):
+        with pytest.raises(UnrecognizedSource, match=expected):
+            norm_of(module_of(path))
+    else:
+        assert norm_of(module_of(path)) == expected
 
 
 @pytest.mark.parametrize("name", ROTATION_FUNCTIONS)
@@ -120,9 +126,10 @@ class Detached(Almost):
         return x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-class DropsInTraining(Almost):
+class HalvesInTraining(Almost):
     def forward(self, x):
-        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+        y = self.weight * self.normalized(x.float()).to(x.dtype)
+        return y / 2 if self.training else y
 
 
 class FixedEps(Almost):
@@ -137,7 +144,29 @@ class OtherEps(Almost):
 
 class Clamped(Almost):
     def normalized(self, x):
-        return super().normalized(x.clamp(-100, 100))
+        x = x.clamp(-100, 100)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class ClampedAtAMillion(Almost):
+    def normalized(self, x):
+        x = x.clamp(-1e6, 1e6)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class WithoutNaN(Almost):
+    def normalized(self, x):
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)).nan_to_num()
+
+
+class InDtypeOfWeight(Almost):
+    def forward(self, x):
+        return self.weight * self.normalized(x.float()).to(self.weight.dtype)
+
+
+class Flat(Almost):
+    def normalized(self, x):
+        return x * torch.rsqrt(x.flatten(1).square().mean(-1)[:, None] + self.variance_epsilon)
 
 
 class InLowPrecision(Almost):
@@ -152,7 +181,7 @@ class WideResult(Almost):
 
 class Gated(Almost):
     def forward(self, x, gate=None):
-        return super().forward(x if gate is None else x * gate)
+        return self.weight * self.normalized(x.float()).to(x.dtype)
 
 
 class Buffered(Almost):
@@ -163,15 +192,20 @@ class Buffered(Almost):
 
 class Groups(Almost):
     def normalized(self, x):
-        return super().normalized(x.unflatten(-1, (2, -1))).flatten(-2)
+        x = x.unflatten(-1, (2, -1))
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)).flatten(-2)
 
 
 ALMOST = (
     Detached,
-    DropsInTraining,
+    HalvesInTraining,
     FixedEps,
     OtherEps,
     Clamped,
+    ClampedAtAMillion,
+    WithoutNaN,
+    InDtypeOfWeight,
+    Flat,
     InLowPrecision,
     WideResult,
     Gated,
@@ -188,6 +222,145 @@ def test_a_norm_that_no_table_knows():
 @pytest.mark.parametrize("cls", ALMOST)
 def test_almost_a_norm(cls):
     assert norm_of(cls()) is None
+
+
+class ThroughSuper(Almost):
+    def normalized(self, x):
+        return super().normalized(x)
+
+
+class Counts(Almost):
+    calls = 0
+
+    def normalized(self, x):
+        self.calls += 1
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Drops(Almost):
+    def forward(self, x):
+        return nn.functional.dropout(self.weight * self.normalized(x.float()).to(x.dtype), 0.0)
+
+
+class Functional(Almost):
+    def forward(self, x):
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+
+
+class OnlyLongInputs(Almost):
+    def normalized(self, x):
+        scale = 1 if x.shape[0] < 100 else 2
+        return scale * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+SCALE = {"factor": 1.0}
+
+
+class ReadsGlobal(Almost):
+    def normalized(self, x):
+        return SCALE["factor"] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class ReadsState(Almost):
+    def __init__(self):
+        super().__init__()
+        self.factors = [1.0]
+
+    def normalized(self, x):
+        return self.factors[0] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class ReadsClass(Almost):
+    factor = 1.0
+
+    def normalized(self, x):
+        return self.factor * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Prints(Almost):
+    def normalized(self, x):
+        print("called")
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Loops(Almost):
+    def normalized(self, x):
+        for _ in (1,):
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return x
+
+
+MORE_THAN_ITS_ARGUMENTS = {
+    ThroughSuper: "is a closure",
+    Counts: "assigns to something else than names",
+    Drops: "uses dropout",
+    Functional: "uses rms_norm",
+    OnlyLongInputs: "branches on its arguments",
+    ReadsGlobal: "depends on SCALE",
+    ReadsState: "it reads self.factors",
+    ReadsClass: "reads self.factor, an attribute of its class",
+    Prints: "depends on print",
+    Loops: "has a For",
+}
+
+
+@pytest.mark.parametrize("cls", MORE_THAN_ITS_ARGUMENTS, ids=lambda cls: cls.__name__)
+def test_a_norm_that_depends_on_more_than_its_arguments(cls):
+    with pytest.raises(UnrecognizedSource, match=MORE_THAN_ITS_ARGUMENTS[cls]):
+        norm_of(cls())
+
+
+class Scaled(Almost):
+    def __init__(self, factor: float = 1.0):
+        super().__init__()
+        self.factor = factor
+
+    def normalized(self, x):
+        return self.factor * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def test_an_option_that_changes_later():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = Scaled()
+
+        def forward(self, residual, x):
+            residual = residual + x
+            x = self.norm(residual)
+            return residual + x
+
+    assert norm_of(Scaled(2.0)) is None
+    assert norm_of(Scaled()) == Norm("llama", options=(("factor", 1.0),))
+    model = Model()
+    x, residual = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    before = model(residual, x)
+    fuse_layers(model)
+    torch.testing.assert_close(model(residual, x), before)
+    model.norm.factor = 3.0
+    torch.testing.assert_close(model.norm(x), 3 * Almost()(x))
+    h = residual + x
+    torch.testing.assert_close(model(residual, x), h + 3 * Almost()(h))
+
+
+def test_a_norm_of_another_width_runs_its_own_code():
+    model = nn.Sequential(Almost(1))
+    fuse_layers(model)
+    x = torch.randn(2, 3, 16)
+    torch.testing.assert_close(model(x), Almost()(x))
+    norm = LlamaRMSNorm(8)
+    residual = torch.randn(2, 3, 16)
+    fuse_layers(nn.Sequential(norm))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        add_norm(norm, residual=residual, x=x)
+
+
+def test_a_norm_is_recognized_in_inference_mode_with_odd_eps_and_widths():
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert norm_of(Almost(24)) == Norm("llama")
+    assert norm_of(Almost(0)) == norm_of(Almost(1)) == Norm("llama")
+    assert norm_of(Almost(eps=0.0)) == norm_of(Almost(eps=0)) == Norm("llama")
+    assert norm_of(found("cohere", "CohereLayerNorm")(16, eps=1e-12)) == Norm("single", center=True)
 
 
 def test_a_helper_that_changes_between_two_models(monkeypatch):
@@ -229,10 +402,54 @@ def widened(q, k, cos, sin):
 
 
 def test_a_rotation_that_no_table_knows():
-    assert rotation_of(rotated) == Rotation()
+    assert rotation_of(rotated) == Rotation(whole_head=True)
 
 
-@pytest.mark.parametrize("function", [only_queries, backwards, swapped, detached, widened])
+def last(q, k, cos, sin):
+    size = q.shape[-1] - cos.shape[-1]
+    a, b = rotated(q[..., size:], k[..., size:], cos, sin)
+    return torch.cat((q[..., :size], a), -1), torch.cat((k[..., :size], b), -1)
+
+
+def first(q, k, cos, sin):
+    size = cos.shape[-1]
+    a, b = rotated(q[..., :size], k[..., :size], cos, sin)
+    return torch.cat((a, q[..., size:]), -1), torch.cat((b, k[..., size:]), -1)
+
+
+def test_how_much_of_a_head_is_rotated():
+    """Only for a head as wide as the angles do the three agree."""
+    assert rotation_of(rotated) == rotation_of(last) == Rotation(whole_head=True)
+    assert rotation_of(first) == Rotation()
+    q, k, angles = torch.randn(2, 3, 5, 12), torch.randn(2, 1, 5, 12), torch.randn(2, 2, 5, 8)
+    for function in (last, first):
+        rotate = Rotate(function, rotation_of(function))
+        for ours, theirs in zip(rotate(q, k, *angles), function(q, k, *angles)):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        # (q, k, cos, sin): more queries than keys, a batch of one, one angle, other angles.
+        ((2, 3, 5, 8), (2, 1, 1, 8), (2, 5, 8), (2, 5, 8)),
+        ((1, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)),
+        ((2, 3, 5, 8), (2, 1, 5, 8), (2, 1, 8), (2, 1, 8)),
+        ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (1, 5, 8)),
+    ],
+)
+def test_what_pytorch_broadcasts_runs_the_models_code(shapes):
+    operands = [torch.randn(shape) for shape in shapes]
+    rotate = Rotate(rotated, rotation_of(rotated))
+    for ours, theirs in zip(rotate(*operands), rotated(*operands)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def only_short(q, k, cos, sin):
+    return rotated(q, k, cos, sin) if q.shape[2] < 100 else (q, k)
+
+
+@pytest.mark.parametrize("function", [only_queries, backwards, swapped, detached, widened, only_short])
 def test_almost_a_rotation(function):
     assert rotation_of(function) is None
 
@@ -246,7 +463,8 @@ def test_an_activation_that_is_wrong_is_found_out(monkeypatch):
 def test_what_a_norm_calls_belongs_to_it():
     class Centered(found("gemma", "GemmaRMSNorm")):
         def _norm(self, x):
-            return super()._norm(x - x.mean(-1, keepdim=True))
+            x = x - x.mean(-1, keepdim=True)
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
     assert norm_of(Centered(16)) is None
 
@@ -283,8 +501,8 @@ def test_a_function_that_kernels_made_a_module_of(monkeypatch):
         rotations, unrecognized = bodies.rotations_of(forward)
         return {name: rotation.value for name, rotation in rotations.items()}, unrecognized
 
-    assert recognized() == ({"apply_rotary_pos_emb": (made, Rotation())}, [])
-    rotate = Rotate(made, Rotation())
+    assert recognized() == ({"apply_rotary_pos_emb": (made, Rotation(whole_head=True))}, [])
+    rotate = Rotate(made, Rotation(whole_head=True))
     # A kernel has been put in its place.
     made.forward = lambda *args: "kernel"
     q, k, table = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 3, 4)
@@ -294,7 +512,7 @@ def test_a_function_that_kernels_made_a_module_of(monkeypatch):
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
     assert recognized() == ({}, ["apply_rotary_pos_emb"])
     monkeypatch.undo()
-    assert recognized() == ({"apply_rotary_pos_emb": (stock, Rotation())}, [])
+    assert recognized() == ({"apply_rotary_pos_emb": (stock, Rotation(whole_head=True))}, [])
 
 
 def test_the_trial_leaves_random_numbers_alone():

@@ -21,6 +21,7 @@ from logitless import (
     GRPOLoss,
     JSDLoss,
     KTOLoss,
+    LogitsLoss,
     MultiTokenLoss,
     ORPOLoss,
     PPOLoss,
@@ -96,6 +97,29 @@ class Own(TokenLoss):
             "sum": Term(weighed, over=None),
         }
         return {"tokens": Term(weighed), "sequences": Term(sums.square(), over="sequences")}, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLogits(LogitsLoss):
+    """A loss of logits with a metric."""
+
+    context_parallel = True
+    metric_names = ("norm",)
+
+    def terms(self, logits, batch):
+        logps = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        return {"logps": Term(-logps)}, {"norm": Term(logits.norm(dim=-1), over=None)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTokens(TokenLoss):
+    """A loss of single tokens with a metric of them over the sequences."""
+
+    context_parallel = True
+    metric_names = ("sums",)
+
+    def terms(self, stats, batch):
+        return {"logps": Term(-stats.logps)}, {"sums": Term(stats.logps, over="sequences")}
 
 
 HEAD = {"hidden": random(B, T, H), "weight": random(V, H), "bias": random(V, seed=1)}
@@ -279,6 +303,9 @@ def everything() -> dict:
     (1.7 * ranks * out.loss).backward()
     found["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
 
+    found["unreduced"] = [
+        unreduced(loss, SLICES[ranks]["uneven"], rank, dist.group.WORLD) for loss in (OwnLogits, OwnTokens)
+    ]
     found["errors"] = errors(rank)
     found["main"] = added(rank, SLICES[ranks]["uneven"])
 
@@ -293,6 +320,13 @@ def everything() -> dict:
             replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all"
         )
     return found
+
+
+def unreduced(loss, slices: Slices | None, rank: int, group=None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Values and metrics, with targets on the last ranks alone."""
+    tensors = here(sliced(HEAD | {"targets": TARGETS["none of the first"]}, slices, rank))
+    out = loss(reduction="none", cp_group=group)(*(tensors[name] for name in ("hidden", "weight", "targets")))
+    return out.loss.detach().sum(), out.metrics
 
 
 def added(rank: int, slices: Slices) -> list:
@@ -404,6 +438,16 @@ def test_equals_whole_sequences(ranks, call, which):
     truth = run(*call_of(name, which), trained)
     for layout, slices in SLICES[len(ranks)].items():
         assert_equal([rank[layout, name, trained, which] for rank in ranks], truth, layout, slices)
+
+
+def test_metrics_of_unreduced_losses(ranks):
+    """All ranks take part in the sums of the metrics, also one without a target."""
+    for number, loss in enumerate((OwnLogits, OwnTokens)):
+        total, metrics = unreduced(loss, None, 0)
+        found = [rank["unreduced"][number] for rank in ranks]
+        torch.testing.assert_close(sum(x for x, _ in found), total)
+        for _, own in found:
+            torch.testing.assert_close(own, metrics)
 
 
 def test_a_main_gradient_takes_any_loss_without_targets(ranks):

@@ -139,7 +139,7 @@ def test_what_autograd_needs_again_after_inplace():
     products = logits * 1.0
     loss = cross_entropy(products, targets, inplace=True)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="^inplace: expected one backward pass, got a second one"):
         loss.backward()
     products = logits * 1.0
     square = products * products  # saves products
@@ -147,6 +147,40 @@ def test_what_autograd_needs_again_after_inplace():
     loss.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.sum().backward()
+
+
+def test_targets_that_change_before_the_backward_pass():
+    logits, targets, weights = given(6)
+    weights = weights["class_weights"]
+    for changed, options in ((targets, {}), (weights, {"class_weights": weights, "label_smoothing": 0.1})):
+        loss = cross_entropy(logits, targets, **options)
+        changed.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    logits, targets, weights = given(6)
+    expected = formula(logits, targets, **weights, label_smoothing=0.1)
+    with mode():
+        loss = cross_entropy(logits, targets, **weights, label_smoothing=0.1)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected)
+    with mode():
+        logits, targets, weights = given(6)
+        torch.testing.assert_close(cross_entropy(logits, targets, **weights, label_smoothing=0.1), expected)
+
+
+def test_autocast_rounds_nothing():
+    logits, targets, weights = given(64, dtype=torch.float32)
+    logits = (logits + 100).detach()
+    options = {"class_weights": weights["class_weights"], "label_smoothing": 0.5}
+    expected = formula(logits, targets, **options)
+    compiled = torch.compile(cross_entropy, backend="eager")
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for function in (cross_entropy, compiled):
+            assert relative_error(function(logits, targets, **options), expected) < 1e-5
 
 
 def test_not_differentiable_twice():
@@ -175,6 +209,12 @@ REFUSED = (
     (ValueError, "mask: expected bool", lambda x, y: {"mask": torch.full_like(y, 3)}),
     (ValueError, "logits: expected no leaf", lambda x, y: {"inplace": True}),
     (ValueError, "logits: expected no leaf", lambda x, y: {"logits": x.view(6, V), "inplace": True}),
+    (
+        ValueError,
+        "logits: expected no leaf",
+        lambda x, y: {"logits": (2 * x).detach().view(6, V).requires_grad_(), "inplace": True},
+    ),
+    (ValueError, "token_weights: expected logits' device", lambda x, y: {"token_weights": y.to("meta")}),
     (
         ValueError,
         "logits: expected contiguous",

@@ -250,7 +250,7 @@ def _token_statistics_twin(
         stats["is_top1"] = torch.where(inside, (arg_max == targets[rows]).to(z.dtype), top)
         stats["lse_residual"] = torch.where(lse.isfinite(), (top - lse) - top_log_p, 0.0)
         if out.sum_logits is not None:
-            stats["sum_logits"] = z.sum(1) if class_weights is None else z @ class_weights.to(z.dtype)
+            stats["sum_logits"] = (z if class_weights is None else z * class_weights.to(z.dtype)).sum(1)
         del z
         p = log_p.exp()
         if out.entropy is not None:

@@ -1,0 +1,158 @@
+"""Whether a function's result depends only on its arguments and on named attributes of `self`.
+
+A test run tells what such a function computes. The functions of norms and rotations are short: assignments to
+names, arithmetic, and operators of torch. Anything else is refused: loops, branches on tensors, assignments
+to attributes, globals that are no functions. Random and in-place operators are refused too, and operators
+that autocast runs in another dtype.
+"""
+
+import ast
+import functools
+from types import FunctionType, ModuleType
+
+from logitless.layers.source import UnrecognizedSource, tree_of
+
+STATEMENTS = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, ast.If)
+EXPRESSIONS = (
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.IfExp,
+    ast.Call,
+    ast.Attribute,
+    ast.Subscript,
+    ast.Slice,
+    ast.Starred,
+    ast.Tuple,
+    ast.List,
+    ast.Name,
+    ast.Constant,
+    ast.keyword,
+    ast.operator,
+    ast.unaryop,
+    ast.boolop,
+    ast.cmpop,
+    ast.expr_context,
+)
+BUILTINS = ("len", "int", "float", "tuple", "slice")
+# Parts of names of operators that are random, that change state, or that autocast runs in another dtype.
+REFUSED_OPERATORS = (
+    "rand",
+    "dropout",
+    "bernoulli",
+    "rms_norm",
+    "layer_norm",
+    "normalize",
+    "autocast",
+    "no_grad",
+    "hook",
+)
+
+
+def attributes_read(functions: tuple[FunctionType, ...], owner: type | None = None) -> set[str]:
+    """Return the names of the attributes of `self`, other than methods, that the functions read.
+
+    Args:
+        functions: a function, and all functions that it calls (`source.functions_of`).
+        owner: the class of `self`; None if the first function is no method.
+
+    Raises:
+        UnrecognizedSource: a function depends on something else than its arguments and these attributes.
+    """
+    read: set[str] = set()
+    for function in functions:
+        read |= _Reader(function, functions, owner).read
+    return read
+
+
+@functools.lru_cache(maxsize=256)
+def _tree_of(function: FunctionType) -> ast.FunctionDef:
+    return tree_of(function)
+
+
+class _Reader:
+    """Visits the source of one function; see `attributes_read` for the arguments."""
+
+    def __init__(self, function: FunctionType, functions: tuple[FunctionType, ...], owner: type | None):
+        self.read: set[str] = set()
+        self._function, self._functions, self._owner = function, functions, owner
+        tree = _tree_of(function)
+        arguments = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
+        if tree.args.vararg or tree.args.kwarg or function.__code__.co_freevars:
+            self._refuse("takes any arguments, or is a closure")
+        names = [argument.arg for argument in arguments]
+        is_method = owner is not None and bool(names) and names[0] == "self"
+        self._self = "self" if is_method else ""
+        defaults = len(tree.args.defaults)
+        # Arguments that a call does not pass are constants.
+        self._constant = {*names[len(names) - defaults :]} if defaults else set()
+        assigned = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        self._local = {*names, *assigned} - {self._self}
+        for statement in tree.body:
+            self._visit(statement)
+
+    def _refuse(self, why: str) -> None:
+        name = self._function.__qualname__
+        raise UnrecognizedSource(f"its result may depend on more than its arguments: {name} {why}")
+
+    def _visit(self, node: ast.AST) -> None:
+        if not isinstance(node, (*STATEMENTS, *EXPRESSIONS)):
+            self._refuse(f"has a {type(node).__name__}")
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for part in ast.walk(target):
+                    if not isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.expr_context)):
+                        self._refuse("assigns to something else than names")
+            self._visit(node.value)
+            return
+        if isinstance(node, (ast.If, ast.IfExp)):
+            self._check_test(node.test)
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == self._self
+        ):
+            self._attribute(node.attr)
+            return
+        if isinstance(node, ast.Attribute):
+            is_inplace = node.attr.endswith("_") or node.attr == "data"
+            if is_inplace or any(part in node.attr for part in REFUSED_OPERATORS):
+                self._refuse(f"uses {node.attr}")
+        if isinstance(node, ast.Name):
+            self._name(node.id)
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
+
+    def _check_test(self, test: ast.expr) -> None:
+        """A branch may depend on attributes of self and on arguments that a call does not pass."""
+        for node in ast.walk(test):
+            is_name = isinstance(node, ast.Name)
+            if is_name and node.id != self._self and node.id not in self._constant:
+                self._refuse("branches on its arguments")
+            if isinstance(node, ast.Call):
+                self._refuse("branches on a call")
+
+    def _attribute(self, name: str) -> None:
+        value = getattr(self._owner, name, None)
+        if isinstance(value, FunctionType) and value in self._functions:
+            return
+        if value is not None:
+            self._refuse(f"reads self.{name}, an attribute of its class")
+        self.read.add(name)
+
+    def _name(self, name: str) -> None:
+        if name in self._local:
+            return
+        value = self._function.__globals__.get(name)
+        is_torch = isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
+        if is_torch or (isinstance(value, FunctionType) and value in self._functions):
+            return
+        if value is None and name in BUILTINS and name not in self._function.__globals__:
+            return
+        self._refuse(f"depends on {name}")
