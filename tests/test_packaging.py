@@ -26,7 +26,10 @@ FILES = (
         "CHANGELOG.md",
         "CITATION.cff",
         "CONTRIBUTING.md",
+        "AGENTS.md",
+        "SECURITY.md",
         "Makefile",
+        "Dockerfile",
     ),
     *("constraints.txt", "frameworks.txt", "mkdocs.yml", "hatch_build.py"),
 )
