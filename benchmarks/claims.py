@@ -172,7 +172,34 @@ SHADOW_STEPS = Derived(
 )
 SFT_BF16 = 1  # as it stands in the result
 
+START = "docs/start.md"
+CARD = "the memory of a card"
+
 CLAIMS = (
+    Claim(
+        START,
+        "a step of {} ms with fused LoRA layers and {} ms with PEFT's, in {} and {} GiB",
+        (
+            ms("lora-8b.json", 0, "grouped"),
+            ms("lora-8b.json", 0, "PEFT"),
+            peak("lora-8b.json", 0, "grouped"),
+            peak("lora-8b.json", 0, "PEFT"),
+        ),
+    ),
+    Claim(
+        START,
+        "a peak of {} GiB and {} ms a step, with PEFT's layers {} GiB and {} ms",
+        (
+            peak("lora-4bit.json", 0, "grouped, 4-bit base"),
+            ms("lora-4bit.json", 0, "grouped, 4-bit base"),
+            peak("lora-4bit.json", 0, "PEFT, 4-bit base"),
+            ms("lora-4bit.json", 0, "PEFT, 4-bit base"),
+        ),
+    ),
+    Claim(START, "with TRL, one GPU of {} GB", (stated(80, CARD),)),
+    Claim(START, "of a 4-bit base, one GPU of {} GB", (stated(24, CARD),)),
+    Claim(START, "a GPU of {} GB. The kernels", (stated(24, CARD),)),
+    Claim(START, "of a GPU below {} GiB, at most {} GiB", (LARGE_CARD, SMALLER)),
     Claim(
         README,
         "cross-entropy with gradients takes {} GiB and {} ms on one H100; PyTorch with full logits takes "
