@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from logitless.activations.plan import (
     LEVELS,
     ActivationPlan,
-    Batch,
+    BatchSize,
     Counts,
     choose_levels,
     format_bytes,
 )
 from logitless.activations.saved_tensors import (
     AutocastState,
-    Graph,
     LayerBytes,
     LayerRun,
     LayerSizes,
+    SavedGraph,
     SavedTensor,
     StorageCounter,
     StorageSize,
@@ -75,7 +75,7 @@ class FitHandle:
         self._kind_indices: dict[Hashable, int] = {}  # kind (`kind_of`) -> its index
         self._structures: list[Structure] = []
         self._num_passes = 0
-        self._live_graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._live_graphs: weakref.WeakSet[SavedGraph] = weakref.WeakSet()
         self._max_live_graphs = 1  # largest number of graphs that were alive at the same time
         self._needs_count = False
         self._was_logged = False
@@ -163,8 +163,8 @@ class ForwardPass:
 
     def __init__(self, handle: FitHandle) -> None:
         self.handle = handle
-        self.graph = Graph(handle._counter, handle._explain)
-        self.batch: Batch | None = None
+        self.graph = SavedGraph(handle._counter, handle._explain)
+        self.batch: BatchSize | None = None
         self.held_before = handle.held_bytes
         self.is_counting = False
         self.exceeds_count = False
@@ -258,7 +258,7 @@ class ForwardPass:
             )
         hidden = find_tensors(args)[0]
         tokens = hidden.numel() // hidden.shape[-1]
-        self.batch = Batch(tokens, hidden.shape[-2])
+        self.batch = BatchSize(tokens, hidden.shape[-2])
         self.device = hidden.device
         self.autocast = AutocastState(hidden.device.type)
         self.input_requires_grad = hidden.requires_grad

@@ -46,7 +46,7 @@ class ActivationPlan:
 MAX_PADDING = 128
 
 
-class Batch(NamedTuple):
+class BatchSize(NamedTuple):
     """Size of a batch, padding included: number of tokens, and length of a sequence."""
 
     tokens: int
@@ -65,7 +65,7 @@ class Rate(NamedTuple):
     per_token: float
     per_pair: float
 
-    def bytes_for(self, batch: Batch) -> int:
+    def bytes_for(self, batch: BatchSize) -> int:
         growing = self.per_token * batch.tokens + self.per_pair * batch.tokens * batch.length
         # Rates are quotients of whole numbers.
         return math.ceil(self.fixed + growing * (1 - 1e-12))
@@ -91,13 +91,13 @@ class Counts:
     """
 
     model_sizes: frozenset[int]
-    exact: dict[tuple[Hashable, Batch], int] = field(default_factory=dict)
+    exact: dict[tuple[Hashable, BatchSize], int] = field(default_factory=dict)
     rates: dict[Hashable, Rate] = field(default_factory=dict)
 
     def add(
         self,
         key: Hashable,
-        batch: Batch,
+        batch: BatchSize,
         storages: Iterable[tuple[int, tuple[int, ...]]],
         weight_shapes: Iterable,
     ) -> None:
@@ -122,11 +122,11 @@ class Counts:
         rate = Rate(fixed, per_token / batch.tokens, per_pair / square)
         self.rates[key] = rate.maximum(self.rates.get(key, rate))
 
-    def _is_length(self, size: int, batch: Batch) -> bool:
+    def _is_length(self, size: int, batch: BatchSize) -> bool:
         """Whether `size` is the length of the sequences, which attention may have padded."""
         return size not in self.model_sizes and batch.length <= size <= batch.length + MAX_PADDING
 
-    def predict(self, key: Hashable, batch: Batch) -> int | None:
+    def predict(self, key: Hashable, batch: BatchSize) -> int | None:
         """Return the counted or predicted bytes for a batch size; None if the key was never counted."""
         if (key, batch) in self.exact:
             return self.exact[key, batch]

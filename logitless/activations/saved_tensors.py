@@ -84,7 +84,7 @@ class StorageCounter:
                 self.bytes -= entry[1]
 
 
-class Graph:
+class SavedGraph:
     """One forward pass. It lives as long as an object that was saved in it for the backward pass."""
 
     def __init__(self, counter: StorageCounter, explain: Callable[[ActivationPlan | None], str]) -> None:
@@ -112,14 +112,14 @@ class SavedTensor:
 
     __slots__ = ("graph", "keys", "tensor", "version")
 
-    def __init__(self, graph: Graph, x: Tensor) -> None:
+    def __init__(self, graph: SavedGraph, x: Tensor) -> None:
         self.tensor = x.detach()
         self.version = x._version
         self.graph = graph
         self.keys = [graph.counter.add(storage) for storage in storages_of(x)]
 
     def get(self) -> Tensor:
-        return unpack((self.tensor, self.version, None))
+        return unpack_saved((self.tensor, self.version, None))
 
     def __del__(self) -> None:
         for key in getattr(self, "keys", ()):
@@ -131,7 +131,7 @@ class LayerBytes:
 
     __slots__ = ("bytes", "graph", "shared")
 
-    def __init__(self, graph: Graph, nbytes: int, shared: Sequence[SavedTensor]) -> None:
+    def __init__(self, graph: SavedGraph, nbytes: int, shared: Sequence[SavedTensor]) -> None:
         self.bytes = nbytes
         self.shared = shared
         self.graph = graph
@@ -156,7 +156,7 @@ def is_parameter(x: Tensor) -> bool:
     return isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
-def unpack(saved: Any) -> Any:
+def unpack_saved(saved: Any) -> Any:
     """Return the tensor of an object that a pack hook returned: the unpack hook."""
     if type(saved) is not tuple:
         return saved if saved is None or isinstance(saved, Tensor) else saved.get()
@@ -281,7 +281,7 @@ class Recipe:
         """Return output `index`, recomputed."""
         if self.outputs is None:
             with self.graph.add_memory_note(), torch.no_grad(), self.autocast.restore():
-                self.outputs = self.make(*map(unpack, self.inputs))
+                self.outputs = self.make(*map(unpack_saved, self.inputs))
             self.num_left = self.num_uses
         output = self.outputs[index]
         self.num_left -= 1
@@ -371,7 +371,9 @@ class RecomputedLayer:
     object holds copies of the containers, made before the layer runs, and each recomputation gets copies too.
     """
 
-    def __init__(self, graph: Graph, function: functools.partial, args: tuple, device: torch.device) -> None:
+    def __init__(
+        self, graph: SavedGraph, function: functools.partial, args: tuple, device: torch.device
+    ) -> None:
         self.graph = graph
         self.forward = functools.partial(function.func, *function.args)
         # Keyword arguments, such as angles and masks, are shared by all layers.
@@ -419,7 +421,7 @@ class RecomputedLayer:
 class LayerInput:
     """A tensor argument of a layer."""
 
-    def __init__(self, graph: Graph, x: Tensor) -> None:
+    def __init__(self, graph: SavedGraph, x: Tensor) -> None:
         self.saved = SavedTensor(graph, x)
         self.requires_grad = x.requires_grad
 
@@ -488,7 +490,7 @@ class LayerRun:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: SavedGraph,
         level: str,
         autocast: AutocastState,
         sizes: "LayerSizes | None" = None,
@@ -508,7 +510,7 @@ class LayerRun:
         hook = pack if self.sizes is None else functools.partial(self._measure, pack)
         context = nullcontext() if self.recipes is None else recipes.collecting(self.recipes)
         try:
-            with saved_tensors_hooks(hook, unpack), context:
+            with saved_tensors_hooks(hook, unpack_saved), context:
                 return function(*args)
         finally:
             # Autograd keeps the pack hook alive, and with it this object.
@@ -534,7 +536,7 @@ class LayerRun:
 
 
 def run_kept_layer(
-    graph: Graph, nbytes: int, shared: Sequence[SavedTensor], function: functools.partial, *args: Any
+    graph: SavedGraph, nbytes: int, shared: Sequence[SavedTensor], function: functools.partial, *args: Any
 ) -> Any:
     """Run a layer at level "keep" that is known to hold `nbytes`, and `shared` together with other layers.
 
@@ -548,7 +550,7 @@ def run_kept_layer(
         return LayerBytes(graph, nbytes, shared).pack(x)
 
     with ExitStack() as hooks:
-        hooks.enter_context(saved_tensors_hooks(pack, unpack))
+        hooks.enter_context(saved_tensors_hooks(pack, unpack_saved))
         return function(*args)
 
 
@@ -557,7 +559,7 @@ class LayerSizes:
 
     def __init__(self, shared: set[int]) -> None:
         self.levels: dict[str, list[StorageSize]] = {"keep": [], "cheap": []}
-        # `shared` are storages of keyword arguments, which `ForwardPass` counts once for all layers.
+        # `shared` are storages of keyword arguments, which `SavedGraph` counts once for all layers.
         self._counted = {"keep": set(shared), "cheap": set(shared)}
         self._added_recipes: set[Recipe] = set()
         # As long as a weak reference to a storage exists, no other storage gets its address.
@@ -575,7 +577,7 @@ class LayerSizes:
             recipe = match[0]
             self._added_recipes.add(recipe)
             for packed in recipe.inputs:
-                tensor = unpack(packed)
+                tensor = unpack_saved(packed)
                 if tensor is not None and not is_parameter(tensor):
                     self._add_cheap(tensor, recipes)
 

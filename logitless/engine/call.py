@@ -338,7 +338,7 @@ def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -
 NO_SETS = (None,) * len(Sets._fields)
 
 
-class Part(NamedTuple):
+class PackedHead(NamedTuple):
     """One head of a packed call."""
 
     coefficient: float
@@ -353,7 +353,7 @@ class Signature(NamedTuple):
     loss: LossSpec
     dtype: torch.dtype
     needs: tuple[bool, ...]  # which of the trained tensors, the first ones of a packed call, need a gradient
-    parts: tuple[Part, ...]
+    parts: tuple[PackedHead, ...]
     autocast: bool
     module: nn.Module | None  # the parts run its `blocks(head)`, with the tensors of the call
     add_targets: bool = False  # see `HeadCall`
@@ -415,7 +415,7 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
     parts = []
     for head, at in zip(heads, indices):
         number = None if head.layers is None else head.layers.head
-        parts.append(Part(head.coefficient, at, number, tuple(_layers_of(head))))
+        parts.append(PackedHead(head.coefficient, at, number, tuple(_layers_of(head))))
     first = heads[0]
     last = heads[-1]
     grad = torch.is_grad_enabled()
@@ -466,7 +466,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     return calls
 
 
-def _layers(signature: Signature, part: Part, tensors: Sequence[Tensor | None]) -> Layers:
+def _layers(signature: Signature, part: PackedHead, tensors: Sequence[Tensor | None]) -> Layers:
     named = dict(zip(part.names, part.indices.layers, strict=True))
     trained = tuple(name for name, index in named.items() if signature.needs[index])
     autocast = signature.dtype if signature.autocast else None

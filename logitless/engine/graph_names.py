@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from logitless.engine.call import Part, Signature, TrainedIndices
+from logitless.engine.call import PackedHead, Signature, TrainedIndices
 from logitless.engine.spec import LossSpec
 from logitless.errors import value_error
 
@@ -155,9 +155,9 @@ def _restored(loss: type, values: Sequence, identity: str):
     return made
 
 
-def _part(plain: tuple) -> Part:
+def _part(plain: tuple) -> PackedHead:
     coefficient, (hidden, weight, bias, layers), head, names = plain
-    return Part(coefficient, TrainedIndices(hidden, weight, bias, layers), head, names)
+    return PackedHead(coefficient, TrainedIndices(hidden, weight, bias, layers), head, names)
 
 
 def register_module(module: nn.Module) -> str:

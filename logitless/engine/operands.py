@@ -169,7 +169,7 @@ def holds_flags(x: Tensor) -> bool:
     return x.dtype == torch.bool or x.dtype in INTEGERS
 
 
-def masked(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
+def apply_mask(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
     """Return targets with `ignore_index` where the mask is 0, and an invalid id where it is neither 0 nor 1.
 
     The invalid ids are `WRONG_MASK`, `NEGATIVE_MASK` and `NAN_MASK`. The call counts them with the other
@@ -194,7 +194,7 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
 
 
 def mask_error(targets: Tensor, weights: str) -> ValueError | None:
-    """The error about a mask that is neither 0 nor 1 at some of the `masked` targets (n,); None if it is.
+    """The error about a mask that is neither 0 nor 1 at some of the targets (n,) of `apply_mask`; else None.
 
     `weights` is the end of the remedy for a mask that holds weights of the tokens.
     """
@@ -215,7 +215,7 @@ def supervised_where(
 ) -> Tensor:
     """Return targets (...) for a call without labels: 0 if the mask is 1, else `ignore_index` (not 0)."""
     every = torch.zeros(shape, dtype=torch.int64, device=device)
-    return every if mask is None else masked(every, mask, ignore_index)
+    return every if mask is None else apply_mask(every, mask, ignore_index)
 
 
 def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens") -> Tensor:

@@ -311,7 +311,9 @@ def _norm_agrees(
     """
     eps = attributes[norm.eps]
     # Rows of usual size, and some so small that eps matters, large, or 0.
-    scales = [1.0, 1.0, 1e-3, 1e3, 1.0, 0.0 if eps else 1.0, 1.0, 1e-2]
+    scales = torch.tensor(
+        [1.0, 1.0, 1e-3, 1e3, 1.0, 0.0 if eps else 1.0, 1.0, 1e-2], device="cpu", dtype=FP32
+    )
     with _test_run():
         try:
             probe = object.__new__(cls)
@@ -320,7 +322,7 @@ def _norm_agrees(
             for number, (dtype, weight_dtype, training, shape) in enumerate(NORM_TRIALS):
                 tried = 0.25 if number == 0 else eps
                 probe.__dict__.update({"training": training, norm.eps: tried})
-                x = (_random_tensor(8, width) * torch.tensor(scales)[:, None]).to(dtype).view(*shape, width)
+                x = (_random_tensor(8, width) * scales[:, None]).to(dtype).view(*shape, width)
                 weight = _random_tensor(width, dtype=weight_dtype, seed=1) if has_weight else None
                 runs = (lambda x, w: function(probe, x), functools.partial(apply_norm, norm, probe))
                 if not _are_alike(*[_result_and_gradients(run, probe, x, weight) for run in runs]):

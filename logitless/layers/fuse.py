@@ -197,7 +197,7 @@ def _fuse_lora(
     """Fuse a LoRA layer of PEFT. Returns as `_fuse_norm`."""
     if not lora.is_lora_layer(module):
         return (), None, ""
-    lora.check(module)
+    lora.check_fusible(module)
     state = lora.Fused(type(module).forward, stock_calls)
     return ("LoRA",), exchange(module, lora.KEY, lora.projection_forward, state), ""
 

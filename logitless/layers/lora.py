@@ -42,7 +42,7 @@ FUSED_CLASSES = {
 PARAMS_4BIT = "bitsandbytes.nn.modules.Params4bit"
 
 
-class Projection(NamedTuple):
+class LoraProjection(NamedTuple):
     """What a LoRA layer computes with in one call."""
 
     weight: Tensor  # (O, K), or that packed into 4 bits a number
@@ -71,7 +71,7 @@ def is_lora_layer(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B", "active_adapters"))
 
 
-def check(module: nn.Module) -> None:
+def check_fusible(module: nn.Module) -> None:
     """Check that a LoRA layer can be fused.
 
     Raises:
@@ -144,23 +144,23 @@ def projection_forward(
     elif getattr(original, "func", None) is not state.forward:
         found = "PEFT's forward pass was replaced"
     else:
-        found = read(module, args[0])
+        found = read_projection(module, args[0])
     if type(found) is str:
         if not getattr(_thread, "is_probe", False):
             if found not in state.stock_calls:
                 logger.info("LoRA layers run PEFT's own forward pass where %s", found)
             state.stock_calls[found] += 1
         return original(*args, **kwargs)
-    return project(args[0], [found])[0]
+    return apply_projections(args[0], [found])[0]
 
 
 def project_group(x: Tensor, *layers: nn.Module) -> dict[int, Tensor]:
     """Return the results of LoRA layers of one input by position; none if each must be called by itself."""
     found = _read_group(x, layers)
-    return {} if found is None else dict(enumerate(project(x, found)))
+    return {} if found is None else dict(enumerate(apply_projections(x, found)))
 
 
-def _read_group(x: Tensor, layers: tuple[nn.Module, ...]) -> list[Projection] | None:
+def _read_group(x: Tensor, layers: tuple[nn.Module, ...]) -> list[LoraProjection] | None:
     """Return what the layers compute with; None if calling one of them would run any other code."""
     found = []
     for layer in layers:
@@ -169,7 +169,7 @@ def _read_group(x: Tensor, layers: tuple[nn.Module, ...]) -> list[Projection] | 
             return None
         if stock_forward(layer).__func__ is not state.forward:
             return None
-        projection = read(layer, x)
+        projection = read_projection(layer, x)
         if type(projection) is str:
             return None
         found.append(projection)
@@ -187,7 +187,7 @@ def probing() -> Iterator[None]:
         _thread.is_probe = before
 
 
-def read(module: nn.Module, x: Tensor) -> Projection | str:
+def read_projection(module: nn.Module, x: Tensor) -> LoraProjection | str:
     """Return what the layer computes with, or the reason why PEFT's own forward pass must run."""
     if module.disable_adapters:
         return "adapters are disabled"
@@ -238,7 +238,7 @@ def read(module: nn.Module, x: Tensor) -> Projection | str:
             return "input, weights and adapters have several dtypes, without autocast"
         if not all(t.dtype in (dtype, torch.float32) for t in tensors):
             return "a tensor has a dtype that autocast does not cast"
-    return Projection(weight, bias, a, b, scale, p, quant_state)
+    return LoraProjection(weight, bias, a, b, scale, p, quant_state)
 
 
 def _reason_against_4bit(base: nn.Module, x: Tensor, dtype: torch.dtype, quant_state: Any) -> str:
@@ -260,7 +260,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def project(x: Tensor, projections: list[Projection]) -> tuple[Tensor, ...]:
+def apply_projections(x: Tensor, projections: list[LoraProjection]) -> tuple[Tensor, ...]:
     """Return the results of projections of one input (..., K), each (..., O)."""
     weights, biases, many_a, many_b, scales, dropouts, states = zip(*projections)
     # Cast by autograd, so that it is known as a copy of x where tensors are recomputed.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from logitless.engine.budget import default_budget
 from logitless.errors import value_error
-from logitless.parallel.agreement import exchanged, expect_alike, expect_different
+from logitless.parallel.agreement import expect_alike, expect_different, gather_facts
 
 GROUPS = ("tp_group", "cp_group")
 
@@ -34,7 +34,7 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], names: Iterable[str
     facts["hidden's last dimension"] = hidden.shape[-1]
     if loss.tp_group is not None:
         whole = {"targets' shape": list(tensors["targets"].shape), "targets' sum": _sum(tensors["targets"])}
-        reports = exchanged("tp_group", loss.tp_group, facts | whole | {"own": _shard(weight)})
+        reports = gather_facts("tp_group", loss.tp_group, facts | whole | {"own": _shard(weight)})
         parts = {rank: report.pop("own") for rank, report in reports.items()}
         expect_alike("tp_group", reports)
         remedy = "pass this rank's rows of the head"
@@ -45,7 +45,7 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], names: Iterable[str
     if loss.cp_group is not None:
         # All ranks have the same sequences, but different tokens of each sequence.
         sequences = {"sequences": hidden.shape[0]} if hidden.dim() > 2 else {}
-        reports = exchanged("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
+        reports = gather_facts("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
         parts = {rank: report.pop("own") for rank, report in reports.items()}
         expect_alike("cp_group", reports)
         expect_different("cp_group", "hidden", parts, "pass this rank's slice of the sequences")

@@ -7,9 +7,9 @@ from logitless.engine.operands import (
     INTEGERS,
     MASKS,
     NAN_MASK,
+    apply_mask,
     check_packed,
     checked_boundaries,
-    masked,
     shifted,
 )
 from logitless.engine.rows import boundary_fault
@@ -64,7 +64,7 @@ def count_targets(
             "pass the labels",
         )
     if mask is not None:
-        targets = masked(targets, mask, ignore_index)
+        targets = apply_mask(targets, mask, ignore_index)
     if cu_seqlens is not None:
         check_packed("targets", targets, 1)
         cu_seqlens = checked_boundaries(cu_seqlens, targets)

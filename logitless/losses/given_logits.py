@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import check_constant, check_vocabulary_input, stat_dtype_of
 from logitless.engine.hooks import identity_hooks
-from logitless.engine.operands import FLOATS, INTEGERS, check_data, mask_error, masked, shifted
+from logitless.engine.operands import FLOATS, INTEGERS, apply_mask, check_data, mask_error, shifted
 from logitless.errors import check_number, type_error, value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.targets import marked
@@ -103,7 +103,7 @@ def cross_entropy(
     _check_tensors(logits, targets, class_weights, token_weights, num_items, inplace=inplace)
     shape = targets.shape
     if mask is not None:
-        targets = masked(targets, mask, ignore_index)
+        targets = apply_mask(targets, mask, ignore_index)
     if shift:
         if not shape:
             raise value_error("shift", "False for a single target", True, "a single token has no next token")

@@ -13,7 +13,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.gradients import check_main_gradient
 from logitless.engine.graph_names import constant_in_graphs, register_loss
 from logitless.engine.head_view import is_head
-from logitless.engine.operands import SplitHead, checked_boundaries, masked
+from logitless.engine.operands import SplitHead, apply_mask, checked_boundaries
 from logitless.engine.sampling_mask import STATISTICS_OF_SETS, AlignedMask, SamplingMask, check_mask
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
@@ -34,7 +34,7 @@ from logitless.losses.declarations import (
 )
 from logitless.losses.heads import HEADS, resolve_heads
 from logitless.losses.inputs import HeadWeight, Reduction
-from logitless.losses.output import LossOutput, aligned
+from logitless.losses.output import LossOutput, in_call_shape
 from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
@@ -374,7 +374,7 @@ class LinearLoss(CheckedCall):
         if call.mask is not None:
             warn_of_zeros(call.mask, loss, plan)
         if tokens:
-            tokens = aligned(tokens, head_call.targets, call.targets.shape, loss.ignore_index)
+            tokens = in_call_shape(tokens, head_call.targets, call.targets.shape, loss.ignore_index)
         named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
         return loss.finish(LossOutput(value, named, plan, tokens), call)
 
@@ -412,7 +412,7 @@ class LinearLoss(CheckedCall):
             remedy = "shift whole sequences before they are sliced"
             raise value_error("shift", "False with cp_group", True, remedy)
         if mask is not None and targets is not None:
-            targets = masked(targets, mask, loss.ignore_index)
+            targets = apply_mask(targets, mask, loss.ignore_index)
         if loss.tp_group is not None or loss.cp_group is not None:
             loss = loss.resolved(weight)
             if debugging():

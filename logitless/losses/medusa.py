@@ -13,7 +13,7 @@ from logitless.errors import type_error, value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
 from logitless.losses.inputs import HeadWeight
-from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
+from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, WeightedHead
 
 
 class ResidualBlock(nn.Module):
@@ -220,12 +220,12 @@ class MedusaLoss(MultiHeadLoss):
                 )
         parts = []
         if self.base_coefficient:
-            parts.append(Part("base", self.base_coefficient, hidden, base_weight, base_bias, 1))
+            parts.append(WeightedHead("base", self.base_coefficient, hidden, base_weight, base_bias, 1))
         for k, coefficient in enumerate(coefficients):
             weight = base_weight if heads.shared else heads.projection(k)
             layers = Layers(heads, k, heads.block_tensors(k)) if heads.num_layers else None
             if coefficient:
-                parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
+                parts.append(WeightedHead(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
         if not parts:
             raise value_error("coefficients", "one that is not 0", coefficients, "a loss needs a head")
         return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

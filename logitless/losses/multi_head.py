@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from logitless.engine.base import Mode, run_calls
 from logitless.engine.call import Layers, prepare
 from logitless.engine.graph_names import constant_in_graphs, register_module
-from logitless.engine.operands import SplitHead, check_packed, checked_boundaries, masked, sequence_numbers
+from logitless.engine.operands import (
+    SplitHead,
+    apply_mask,
+    check_packed,
+    checked_boundaries,
+    sequence_numbers,
+)
 from logitless.errors import type_error, value_error
 from logitless.losses.agreement import check_agreement
 from logitless.losses.arguments import warn_of_zeros
@@ -27,7 +33,7 @@ from logitless.parallel.groups import PLAIN, local_parameter
 
 
 @dataclass
-class Part:
+class WeightedHead:
     """One head of a loss: its coefficient, operands and offset."""
 
     name: str
@@ -91,7 +97,7 @@ class MultiHeadLoss(CrossEntropyLoss):
 
     def solve_parts(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[WeightedHead],
         targets: Tensor,
         cu_seqlens: Tensor | None,
         num_items: float | Tensor | None,
@@ -99,7 +105,7 @@ class MultiHeadLoss(CrossEntropyLoss):
     ) -> LossOutput:
         """Compute the weighted sum of the parts, with the loss and the accuracy of each part as metrics."""
         if mask is not None:
-            targets = masked(targets, mask, self.ignore_index)
+            targets = apply_mask(targets, mask, self.ignore_index)
         if targets.dim() == 0:
             raise value_error(
                 "targets", "shape (B, T)", tuple(targets.shape), "pass the labels of whole sequences"

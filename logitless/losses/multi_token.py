@@ -11,7 +11,7 @@ from logitless.errors import type_error, value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
 from logitless.losses.inputs import HeadWeight
-from logitless.losses.multi_head import MultiHeadLoss, Part
+from logitless.losses.multi_head import MultiHeadLoss, WeightedHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class MultiTokenLoss(MultiHeadLoss):
                 "pass one per hidden state, or set it to None",
             )
         parts = [
-            Part(
+            WeightedHead(
                 f"depth_{k}",
                 coefficient,
                 hidden,

@@ -75,7 +75,7 @@ class LossOutput(NamedTuple):
         return self.tokens[name]
 
 
-def aligned(
+def in_call_shape(
     tokens: Mapping[str, Tensor],  # (N,) each
     targets: Tensor,  # (N,), as the call shifted and masked them
     shape: torch.Size,

@@ -100,7 +100,9 @@ class TopkStatistics(IdsStatistics):
         return self.k
 
 
-def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
+def supervised_by_mask(
+    mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device
+) -> Tensor:
     """`supervised_where`, with an error message for `linear_topk`."""
     if mask is None:
         return supervised_where(None, shape, ignore_index, device)
@@ -218,7 +220,7 @@ def linear_topk(
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
     loss = without_labels(cached_loss(TopkStatistics, k=k, unmasked=mask is None, **head))
     with torch.no_grad():
-        targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
+        targets = supervised_by_mask(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
         stats, plan = loss.statistics(hidden, weight, targets, bias)
     warn_of_zeros(mask, loss, plan)
     return TopkLogprobs(stats["logps"], stats["ids"], stats["entropy"], stats["lse"])

@@ -13,9 +13,9 @@ from logitless.engine.head_view import is_head
 from logitless.engine.operands import (
     MASKS,
     NAN_MASK,
+    apply_mask,
     check_packed,
     checked_boundaries,
-    masked,
     sequence_numbers,
 )
 from logitless.engine.readers.speculator import SpeculatorReader, chain_metrics
@@ -451,7 +451,7 @@ class DraftIds(NamedTuple):
         return cls(ids, columns, torch.stack((outside.sum(), torch.where(outside.any(), 0, repeated))))
 
 
-class Pairs(NamedTuple):
+class StepPairs(NamedTuple):
     """The pairs of a call. The first three fields have shape (steps, rows)."""
 
     counted: Tensor  # bool, whether the pair counts
@@ -488,13 +488,13 @@ class Tokens(NamedTuple):
         else:
             labels = targets.long()
         if mask is not None:
-            labels = masked(labels, mask, loss.ignore_index)
+            labels = apply_mask(labels, mask, loss.ignore_index)
         if cu_seqlens is not None:
             check_packed("teacher_hidden", hidden, 2)
             cu_seqlens = checked_boundaries(cu_seqlens, hidden)
         return cls(labels.reshape(-1), shape[-1], cu_seqlens)
 
-    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None) -> Pairs:
+    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None) -> StepPairs:
         """Return the pairs of `steps`.
 
         `starts`: the positions of the rows of step 0; None: every position.
@@ -530,4 +530,4 @@ class Tokens(NamedTuple):
         counted = inside & (labels != loss.ignore_index)
         wrong_mask = (self.labels <= NAN_MASK).sum()
         problems = torch.cat((torch.stack((wrong_mask, wrong)), problems))
-        return Pairs(counted, torch.where(inside, predicted - 1, 0), labels, problems)
+        return StepPairs(counted, torch.where(inside, predicted - 1, 0), labels, problems)

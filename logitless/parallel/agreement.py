@@ -31,7 +31,7 @@ def debugging() -> bool:
     return os.environ.get("LOGITLESS_DEBUG") == "1"
 
 
-def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
+def gather_facts(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
     """Exchange facts about this call in a group, by rank.
 
     Raises ValueError if a rank does not make the call.

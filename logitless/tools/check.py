@@ -18,7 +18,7 @@ from logitless.errors import type_error, value_error
 from logitless.losses.base import LinearLoss
 from logitless.losses.inputs import HeadWeight
 from logitless.tools.leaves import Leaves, flatten
-from logitless.tools.oracle import Oracle, logits_bytes
+from logitless.tools.oracle import Oracle, full_logits_bytes
 
 MAX_LOGITS_BYTES = 2**30
 ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"
@@ -159,7 +159,7 @@ class RecordingPasses:
     dtype: torch.dtype = torch.float32  # dtype of the matrix products
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
-        nbytes = logits_bytes(heads)
+        nbytes = full_logits_bytes(heads)
         remedy = "check fewer tokens"
         if nbytes > MAX_LOGITS_BYTES:
             got = f"{nbytes / 2**30:.1f} GiB"

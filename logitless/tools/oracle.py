@@ -70,7 +70,7 @@ class Oracle:
         if not issubclass(call.loss.reader, LogitsReader):
             statistics, batch = self._statistics(call, rows)
             return evaluate_terms(call.loss, statistics, batch)
-        z = self._record(compute_logits(call, rows))
+        z = self._record(full_logits(call, rows))
         batch = _whole_batch(call, rows)
         if call.inputs.get("teacher_hidden") is not None:
             batch.teacher_logits = compute_other_logits(call, rows, "teacher").detach()
@@ -80,20 +80,20 @@ class Oracle:
         """Return (the statistics by name, (rows,) or (rows, k); the batch of all rows)."""
         loss = call.loss
         batch = _whole_batch(call, rows)
-        z = compute_logits(call, rows)
+        z = full_logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
         if issubclass(loss.reader, IdsReader):
             has_teacher = call.inputs.get("teacher_hidden") is not None
             teacher = compute_other_logits(call, rows, "teacher").detach() if has_teacher else None
             row_stats = ids_statistics(z, teacher, batch, loss)
         else:
-            row_stats = token_statistics(z, batch, weights)
+            row_stats = statistics_by_definition(z, batch, weights)
         statistics = {}
         for name in loss.reader.statistic_names(loss):
             is_constant = name in CONSTANT and name not in loss.differentiates
             statistics[name] = self._record(row_stats[name].detach() if is_constant else row_stats[name])
         if call.inputs.get("ref_hidden") is not None:
-            reference = token_statistics(compute_other_logits(call, rows, "ref"), batch, None)
+            reference = statistics_by_definition(compute_other_logits(call, rows, "ref"), batch, None)
             batch.ref_logps = reference["logps"].detach()
         return statistics, batch
 
@@ -104,7 +104,7 @@ class Oracle:
         return x
 
 
-def logits_bytes(heads: Sequence[HeadCall]) -> int:
+def full_logits_bytes(heads: Sequence[HeadCall]) -> int:
     """Return the bytes of all logits of a public call in fp64, including those of a teacher or reference."""
     vocab_sizes = [head.weight.shape[0] for head in heads]
     others = [head.inputs.get(f"{name}_weight") for head in heads for name in ("teacher", "ref")]
@@ -143,7 +143,7 @@ def _compute_metrics(call: HeadCall, terms: Terms, factors: Factors) -> Tensor:
     return settled(call.loss, [report(call.loss, terms, factors, fused=False)], call.stat_dtype)[1:]
 
 
-def compute_logits(call: HeadCall, rows: Rows) -> Tensor:
+def full_logits(call: HeadCall, rows: Rows) -> Tensor:
     """Return the logits (rows, V) after the head transform, from a product in the dtype of the call."""
     x = call.hidden[rows.index].to(call.dtype)
     weight = call.weight.to(call.dtype)
@@ -187,7 +187,7 @@ def compute_other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     return _mask_excluded_ids(call, rows, z) if name == "ref" else z
 
 
-def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
+def statistics_by_definition(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
     """Compute every statistic of `TokenStats` from logits (n, V) by its definition; 0 for ignored tokens."""
     target = batch.targets[:, None]
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)

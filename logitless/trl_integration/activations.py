@@ -25,7 +25,7 @@ class FittedActivations:
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
-def check_options(trainer: Any) -> None:
+def check_activation_options(trainer: Any) -> None:
     """Raise ValueError for options of a trainer with which the budget would not hold.
 
     The value of `gradient_checkpointing`, which TRL's configs switch on, has no effect and is not refused.
@@ -69,7 +69,7 @@ def apply_budget(trainer: Any, activation_budget: int | str) -> Callable[[], Non
 
     Other models of a trainer, a reference or a teacher, run without gradients and save no activations.
     """
-    check_options(trainer)
+    check_activation_options(trainer)
     for module in trainer.model.modules():
         withdraw(module, KEY)  # the model may come from another trainer
     with ExitStack() as stack:

@@ -167,7 +167,7 @@ class ChunkedLoss:
         """The model inside of the wrappers of `model`, which the trainer has under this name."""
         wrapped, base = self.base_models.get(name, (None, None))
         if wrapped is not model:
-            base = base_of(self.trainer, model)
+            base = unwrapped_base(self.trainer, model)
             self.base_models[name] = model, base
         return base
 
@@ -408,7 +408,7 @@ class ChunkedLoss:
 
     def describe(self) -> str:
         """One line: trainer, plan, products, whether the model was checked, and the fused layers."""
-        head = base_of(self.trainer, self.trainer.model).get_output_embeddings()
+        head = unwrapped_base(self.trainer, self.trainer.model).get_output_embeddings()
         deferral = self.deferrals.get(head)
         loss = "chunked loss in a compiled model" if self.plan is None else self.plan.describe()
         if self.patch is not None:
@@ -513,7 +513,7 @@ def _has_option(config_class: type, name: str) -> bool:
     return name in getattr(next(classes, None), "__dataclass_fields__", ())
 
 
-def base_of(trainer: Any, model: Any) -> PreTrainedModel:
+def unwrapped_base(trainer: Any, model: Any) -> PreTrainedModel:
     """The transformers model inside of the wrappers of distribution and PEFT."""
     return heads.base_of(trainer.accelerator.unwrap_model(model), keep_compiled=True)
 

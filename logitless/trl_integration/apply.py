@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 from logitless.errors import value_error
 from logitless.models.patch import make_patch
 
-from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, base_of, swap_attributes
+from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, swap_attributes, unwrapped_base
 from .layers import switch_on
 from .pairs import ADAPTERS, check_budget
 
@@ -125,7 +125,7 @@ def attach_patch(chunked: ChunkedLoss) -> Attach:
             chunked.patch = make_patch(model, chunked.logits_budget)
         return nullcontext()  # the adapter's context applies it
 
-    attach(base_of(chunked.trainer, chunked.trainer.model))
+    attach(unwrapped_base(chunked.trainer, chunked.trainer.model))
     return attach
 
 

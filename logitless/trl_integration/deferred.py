@@ -114,7 +114,7 @@ OnlineDPO = Adapter(
 # --- GKD, GOLD, IW-OPD and ServerDistillation
 
 
-def compute_divergence(
+def deferred_divergence(
     student: GatherableLogits, teacher: GatherableLogits, mask: Tensor, num_items: Any = None, **options: Any
 ) -> LossOutput:
     """Compute `DistillationLoss` with these options over the tokens in `mask` (B, T)."""
@@ -147,7 +147,7 @@ def compute_jsd(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Ten
         support = {0.0: "teacher", 1.0: "student"}.get(beta, "union")
         options |= topk_options(support, top_k, arguments.add_tail)
     mask = arguments.labels != -100
-    return compute_divergence(student, teacher, mask, arguments.num_items_in_batch, **options).loss
+    return deferred_divergence(student, teacher, mask, arguments.num_items_in_batch, **options).loss
 
 
 def check_no_uld_loss(trainer: Any) -> None:
@@ -211,7 +211,7 @@ def compute_token_divergences(chunked: ChunkedLoss, original: Callable, argument
         options |= topk_options("student", arguments.distillation_topk, arguments.distillation_add_tail)
     student = arguments.student_logits
     teacher = arguments.teacher_logits
-    return compute_divergence(student, teacher, student.loss_mask, **options).loss
+    return deferred_divergence(student, teacher, student.loss_mask, **options).loss
 
 
 def make_self_distillation_adapter(package: str, name: str) -> Adapter:

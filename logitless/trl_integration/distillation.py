@@ -16,7 +16,7 @@ from logitless.engine.head_view import HeadView
 from logitless.errors import value_error
 from logitless.models.heads import sharded_head_weight
 
-from .adapter import EVERY_STEP, Adapter, ChunkedLoss, Replacement, base_of
+from .adapter import EVERY_STEP, Adapter, ChunkedLoss, Replacement, unwrapped_base
 from .versions import import_from_trl, require_newest_minor
 
 DIVERGENCE_FUNCTION = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
@@ -117,7 +117,7 @@ def compute_teacher_entropies(logps: Tensor, candidate_mask: Tensor, add_tail_bu
 def check_no_tensor_parallel(trainer: Any) -> None:
     """Raise ValueError for a tensor-parallel plan. Its ranks must have the same tokens; in these trainers
     each rank has its own."""
-    if sharded_head_weight(base_of(trainer, trainer.model)) is not None:
+    if sharded_head_weight(unwrapped_base(trainer, trainer.model)) is not None:
         expected = f"no tensor-parallel plan in {type(trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3"
         raise value_error("model", expected, "one", remedy)

@@ -28,7 +28,7 @@ from logitless.exchange import state_of
 from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import WRAPPERS
 
-from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, base_of, is_from_trl, trl_option
+from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, is_from_trl, trl_option, unwrapped_base
 from .forwards import forwards_of, fused_head_options
 from .head import KEY, ComputeFields, FusedHead, SumOfTokens, SumOptions, attach_fused_head
 from .versions import require_newest_minor
@@ -234,7 +234,7 @@ def check_fused_head_options(trainer: Any) -> None:
     """
     if hasattr(trainer, "chunked_loss"):
         return  # the options were compared when the chunked loss was switched on
-    fused_head = forwards_of(base_of(trainer, trainer.model)).fused_head
+    fused_head = forwards_of(unwrapped_base(trainer, trainer.model)).fused_head
     if fused_head is None:
         return
     head_options = fused_head_options(fused_head)

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.activations import fit as activations
-from logitless.activations.plan import Batch, Counts, choose_levels
+from logitless.activations.plan import BatchSize, Counts, choose_levels
 from logitless.errors import to_bytes
 from logitless.models import fit_activations, fuse_layers
 from tests.layers.tiny import SIZES, Step, step, tiny
@@ -584,18 +584,18 @@ def test_the_ladder_stops_at_the_first_upgrade_that_does_not_fit():
 def test_counts_of_sizes_that_were_not_seen():
     counts = Counts(frozenset({64, 16}))
     scores, hidden, copy_of_weight = (800, (1, 2, 10, 10)), (640, (1, 10, 16)), (2048, (64, 16))
-    counts.add("layer", Batch(10, 10), [scores, hidden, copy_of_weight], [(16, 64)])
-    assert counts.predict("layer", Batch(10, 10)) == 3488
-    assert counts.predict("layer", Batch(20, 20)) == 4 * 800 + 2 * 640 + 2048
-    assert counts.predict("layer", Batch(40, 20)) == 8 * 800 + 4 * 640 + 2048
-    assert counts.predict("another", Batch(10, 10)) is None
+    counts.add("layer", BatchSize(10, 10), [scores, hidden, copy_of_weight], [(16, 64)])
+    assert counts.predict("layer", BatchSize(10, 10)) == 3488
+    assert counts.predict("layer", BatchSize(20, 20)) == 4 * 800 + 2 * 640 + 2048
+    assert counts.predict("layer", BatchSize(40, 20)) == 8 * 800 + 4 * 640 + 2048
+    assert counts.predict("another", BatchSize(10, 10)) is None
     # Where the length is one of the model's sizes, shapes tell nothing: an upper bound.
-    counts.add("unsure", Batch(32, 16), [(640, (2, 16, 16))], [])
-    assert counts.predict("unsure", Batch(32, 16)) == counts.predict("unsure", Batch(8, 8)) == 640
-    assert counts.predict("unsure", Batch(64, 32)) == 4 * 640
+    counts.add("unsure", BatchSize(32, 16), [(640, (2, 16, 16))], [])
+    assert counts.predict("unsure", BatchSize(32, 16)) == counts.predict("unsure", BatchSize(8, 8)) == 640
+    assert counts.predict("unsure", BatchSize(64, 32)) == 4 * 640
     # The largest count holds.
-    counts.add("layer", Batch(10, 10), [hidden], [])
-    assert counts.predict("layer", Batch(10, 10)) == 3488
+    counts.add("layer", BatchSize(10, 10), [hidden], [])
+    assert counts.predict("layer", BatchSize(10, 10)) == 3488
 
 
 def test_adapters_that_are_added_later_are_counted_in_the_next_pass():

@@ -164,9 +164,9 @@ def run_lora_dropout(rows: int) -> None:
     for dtype, input_dtype, count, rank, K in cases:
         a, b, w = (nothing(*size, dtype=dtype) for size in ((rank, K), (96, rank), (96, K)))
         x = nothing(rows, K, dtype=dtype if input_dtype == BF16 else FP32)
-        layer = lora.Projection(w.detach(), None, a, b, 2.0, 0.05)
+        layer = lora.LoraProjection(w.detach(), None, a, b, 2.0, 0.05)
         with mock.patch.object(lora, "compute_dtype", lambda x, dtype=dtype: dtype):
-            differentiate(lora.project(x, [layer] * count))
+            differentiate(lora.apply_projections(x, [layer] * count))
 
 
 def variants(rows: int = 6) -> dict[Variant, object]:

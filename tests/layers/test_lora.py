@@ -526,7 +526,7 @@ def test_projections_of_one_input_in_one_operator(options):
     model = block(bias=True, rank_pattern={"second": 3}, **options)
     layers = [layer_of(model, name) for name in ("first", "second")]
     wanted = outcome(model)
-    model.forward = lambda x: lora.project(x, [lora.read(layer, x) for layer in layers])
+    model.forward = lambda x: lora.apply_projections(x, [lora.read_projection(layer, x) for layer in layers])
     assert_equal_outcomes(outcome(model), wanted)
     # AdamW would decay the weights of a projection that is not used if it had a gradient of zeros.
     for used, name in enumerate(("first", "second")):
@@ -733,8 +733,10 @@ def two_inputs(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("p", [0, 0.3], ids=["", "dropout"])
 def test_projections_are_grouped_where_nothing_else_changes(cls, p, monkeypatch):
     sizes = []
-    project = lora.project
-    monkeypatch.setattr(lora, "project", lambda x, layers: sizes.append(len(layers)) or project(x, layers))
+    project = lora.apply_projections
+    monkeypatch.setattr(
+        lora, "apply_projections", lambda x, layers: sizes.append(len(layers)) or project(x, layers)
+    )
     model = projected(cls, lora_dropout=p)
     wanted, gradients = two_inputs(model)
     fused = fuse_layers(model)

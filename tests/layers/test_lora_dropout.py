@@ -53,9 +53,9 @@ def test_results_and_gradients(rows, columns, ranks, ps, dtype, x_dtype, monkeyp
     many_a = [randn(r, columns, seed=i + 11, dtype=dtype).requires_grad_() for i, r in enumerate(ranks)]
     many_b = [randn(12, r, seed=i + 21, dtype=dtype).requires_grad_() for i, r in enumerate(ranks)]
     d_ys = [randn(rows, 12, seed=i + 31, dtype=dtype) for i in range(n)]
-    layers = [lora.Projection(w, None, a, b, 0.7, p) for w, a, b, p in zip(weights, many_a, many_b, ps)]
+    layers = [lora.LoraProjection(w, None, a, b, 0.7, p) for w, a, b, p in zip(weights, many_a, many_b, ps)]
     with torch.autocast(DEVICE.type, BF16, enabled=x_dtype != dtype):
-        results = lora.project(x, layers)
+        results = lora.apply_projections(x, layers)
     leaves = [x, *many_a, *many_b]
     found = [*results, *torch.autograd.grad(results, leaves, d_ys)]
 
