@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r'^```python(?: title="not run: (.+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r'^```python(?: title="not run: ([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

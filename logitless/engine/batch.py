@@ -225,7 +225,12 @@ class Batch:
         return self.vocabulary.reduce(x)
 
     def norm(self, z: Tensor) -> Tensor:
-        """(n, columns) logits -> (n, 1) Euclidean norms of the rows, over the whole vocabulary."""
+        """(n, columns) logits -> (n, 1) Euclidean norms of the rows, over the whole vocabulary.
+
+        For a factor or divisor of the columns, as in `z / batch.norm(z)`: with `tp_group`, each rank has a
+        part of its gradient, and the parts are summed. A term of the norms themselves would get its gradient
+        once for each rank; use `batch.summed(z.square().sum(-1)).sqrt()` there.
+        """
         return self.vocabulary.norm(z)
 
     def argmax(self, z: Tensor) -> Tensor:
