@@ -261,6 +261,9 @@ def test_numbers_of_numpy_have_graphs_of_their_own(graphs):
         found = results(CrossEntropyLoss(z_loss=z_loss), *tensors)
         torch.testing.assert_close(found, uncompiled(CrossEntropyLoss(z_loss=float(z_loss)), *tensors))
     assert len(graphs) == 5 and None not in graphs.values()
+    # By value: the address of a number is another number's once it is freed.
+    first, second = (CrossEntropyLoss(z_loss=np.float64("0.25")) for _ in range(2))
+    assert first.z_loss is not second.z_loss and first.identity == second.identity
 
 
 def test_a_first_call_under_saved_tensor_hooks(graphs):
