@@ -212,15 +212,20 @@ def _in_double(
 
 
 def _is_as_exact(found: Tensor, expected: Tensor, exact: Tensor) -> bool:
-    """Whether the error of `found` is about as small as that of `expected`. inf and NaN must be alike."""
+    """Whether the error of `found` is about as small as that of `expected`.
+
+    Infinities and NaN must be in the same elements of both.
+    """
     finite = expected.isfinite()
     if not torch.equal(torch.where(finite, 0.0, found), torch.where(finite, 0.0, expected)):
         same = torch.isclose(found, expected, equal_nan=True)
         if not (same | finite).all():
             return False
-    found, expected, exact = (torch.where(finite, x.double(), 0.0) for x in (found, expected, exact))
     if not found.numel():
         return True
+    found = torch.where(finite, found.double(), 0.0)
+    expected = torch.where(finite, expected.double(), 0.0)
+    exact = torch.where(finite, exact.double(), 0.0)
     eps = torch.finfo(torch.float32).eps
     allowed = TIMES * (expected - exact).abs().max() + ROUNDING * eps * expected.abs().max()
     return bool((found - exact).abs().max() <= allowed)
@@ -305,8 +310,11 @@ class Graph:
             fakes.append(fake(batch.segments.lengths, *shape))
         fakes.append(fake(factors.vector(_first(statistics))))
         evaluate_slice = slice_function(loss, self._variables)
-        names, absent, units = tuple(statistics), batch.absent, factors.units
-        V, has_lengths = batch.V, batch.segments is not None
+        names = tuple(statistics)
+        absent = batch.absent
+        units = factors.units
+        V = batch.V
+        has_lengths = batch.segments is not None
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             tensors = list(tensors)

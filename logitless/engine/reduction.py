@@ -219,12 +219,12 @@ def report(
 
 
 def _fused_totals(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum (0-d) of each tensor. Tensors of the same length are summed in one launch."""
-    alike: dict[tuple, list[int]] = {}
+    """Return the sum (0-d) of each tensor. Tensors of the same dtype and shape are summed in one launch."""
+    by_shape: dict[tuple, list[int]] = {}
     for number, x in enumerate(values):
-        alike.setdefault((x.dtype, x.shape), []).append(number)
+        by_shape.setdefault((x.dtype, x.shape), []).append(number)
     totals = list(values)  # a 0-d value is its own sum
-    for (_, shape), numbers in alike.items():
+    for (_, shape), numbers in by_shape.items():
         if shape:
             summed = sums([values[number] for number in numbers])
             for number, total in zip(numbers, summed.unbind(), strict=True):

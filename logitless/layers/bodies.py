@@ -69,8 +69,8 @@ class Rotation(NamedTuple):
     whole_head: bool = False
 
 
-# (rounding, center) of the norms that are compared with a module, in this order. Without a weight, all of
-# them round alike.
+# (rounding, center) of the norms that are compared with a module, in this order. Without a weight, the
+# three roundings are one.
 NORMS = (("llama", False), ("single", False), ("gemma", False), ("single", True))
 ROTATIONS = tuple(
     Rotation(interleaved, layout, keeps_dtype)

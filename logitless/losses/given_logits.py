@@ -4,8 +4,6 @@ The forward pass reads the logits once, for a few numbers per token. The backwar
 writes their gradient: to a new tensor, or over the logits.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -13,6 +11,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import check_constant, check_vocabulary_input, stat_dtype_of
 from logitless.engine.hooks import identity_hooks
 from logitless.engine.operands import FLOATS, INTEGERS, apply_mask, check_data, mask_error, shifted
+from logitless.engine.terms import declared
 from logitless.errors import check_number, type_error, value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.targets import marked
@@ -44,8 +43,8 @@ def cross_entropy(
 
     If you have the hidden states and the LM head, use `linear_cross_entropy` or `CrossEntropyLoss` instead:
     they take the same options and never allocate the logits. This function is for models that only return
-    logits. Apart from the gradient of the logits, it allocates no tensor of their size. The formula is that
-    of `CrossEntropyLoss`.
+    logits. If the logits are contiguous, it allocates no tensor of their size but their gradient; other
+    logits are copied. The formula is that of `CrossEntropyLoss`.
 
     Args:
         logits: (..., V) bf16, fp16, fp32 or fp64. With the options of the head, the products before softcap,
@@ -131,7 +130,8 @@ def cross_entropy(
     elif torch.is_grad_enabled() and flat.requires_grad:
         values = _TokenLosses.apply(flat, loss, batch, inplace)
     else:
-        values = _values(loss, batch, dict(_statistics(flat, loss, batch)[1].items()))
+        _, stats = _statistics(flat, loss, batch)
+        values = loss.values(declared(loss, dict(stats.items())), batch)
     # A factor of 0 for ignored tokens, whatever their logits are.
     values = torch.where(supervised, values, 0.0)
     if reduction == "none":
@@ -258,13 +258,6 @@ def _statistics(logits: Tensor, loss: CrossEntropyLoss, batch: Batch) -> tuple[T
     return rows, stats
 
 
-def _values(loss: CrossEntropyLoss, batch: Batch, statistics: Mapping[str, Tensor]) -> Tensor:
-    known = TokenStats()
-    for name, x in statistics.items():
-        setattr(known, name, x)
-    return loss.values(known, batch)
-
-
 class _TokenLosses(torch.autograd.Function):
     """Logits (N, V) -> the loss of each token (N,)."""
 
@@ -275,12 +268,12 @@ class _TokenLosses(torch.autograd.Function):
         stats = dict(stats.items())
         with torch.enable_grad(), identity_hooks():
             leaves = {name: stats[name].detach().requires_grad_() for name in loss.differentiates}
-            values = _values(loss, batch, stats | leaves)
+            values = loss.values(declared(loss, stats | leaves), batch)
             gradients = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
         ctx.loss, ctx.inplace, ctx.names = loss, inplace, tuple(stats)
         ctx.is_overwritten = False
-        saved = rows, batch.given_targets, batch.class_weights, *stats.values(), *gradients
-        ctx.save_for_backward(*saved)
+        operands = rows, batch.given_targets, batch.class_weights
+        ctx.save_for_backward(*operands, *stats.values(), *gradients)
         return values.detach()
 
     @staticmethod
