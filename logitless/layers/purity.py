@@ -79,8 +79,10 @@ class _Reader:
         self._function, self._functions, self._owner = function, functions, owner
         tree = _tree_of(function)
         arguments = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
-        if tree.args.vararg or tree.args.kwarg or function.__code__.co_freevars:
-            self._refuse("takes any arguments, or is a closure")
+        if tree.args.vararg or tree.args.kwarg:
+            self._refuse("takes *args or **kwargs")
+        if function.__code__.co_freevars:
+            self._refuse("calls super() or is a closure")
         names = [argument.arg for argument in arguments]
         is_method = owner is not None and bool(names) and names[0] == "self"
         self._self = "self" if is_method else ""

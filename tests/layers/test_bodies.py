@@ -291,7 +291,7 @@ class Loops(Almost):
 
 
 MORE_THAN_ITS_ARGUMENTS = {
-    ThroughSuper: "is a closure",
+    ThroughSuper: r"calls super\(\)",
     Counts: "assigns to something else than names",
     Drops: "uses dropout",
     Functional: "uses rms_norm",
