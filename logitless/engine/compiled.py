@@ -139,7 +139,7 @@ def _key(
     loss: LossSpec, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors, differentiate: bool
 ) -> Hashable:
     """All that a graph is compiled for: everything but the values of its tensors, and two of their sizes."""
-    inputs = [(name, getattr(batch, name)) for name in batch.names]
+    inputs = [(name, getattr(batch, name)) for name in _given(loss, batch)]
     roles = loss.roles
     return (
         type(loss),
@@ -151,12 +151,16 @@ def _key(
         batch.given_targets.device,
         torch.is_autocast_enabled(batch.given_targets.device.type),
         *[(name, x.dtype, x.shape[1:]) for name, x in statistics.items()],
-        *[
-            (name, x.dtype, x.shape if roles.get(name) in FIXED else x.shape[1:])
-            for name, x in inputs
-            if x is not None
-        ],
+        *[(name, x.dtype, x.shape if roles.get(name) in FIXED else x.shape[1:]) for name, x in inputs],
     )
+
+
+def _given(loss: LossSpec, batch: Batch) -> list[str]:
+    """Names of the inputs that a graph reads: not the heads, which have been projected."""
+    roles = loss.roles
+    return [
+        name for name in batch.names if roles.get(name) is not Role.HEAD and getattr(batch, name) is not None
+    ]
 
 
 def _grouping(loss: LossSpec, batch: Batch) -> tuple[bool, bool]:
@@ -249,7 +253,7 @@ class Graph:
         factors: Factors,
         differentiate: bool,
     ):
-        self._inputs = tuple([name for name in batch.names if getattr(batch, name) is not None])
+        self._inputs = tuple(_given(loss, batch))
         self._variables = tuple(loss.differentiates) if differentiate else ()
         self._run = compile_graph(*self._traced(loss, statistics, batch, factors))
 
@@ -357,7 +361,7 @@ def slice_function(loss: LossSpec, variables: tuple[str, ...]) -> Callable[..., 
                 terms = evaluate_terms(loss, known, batch)
             else:  # in a trace without guards, which must not compare sizes
                 terms = tuple([batch.masked(each) for each in loss.terms(declared(loss, known), batch)])
-            return reduced(terms[0], named), (report(loss, terms, named, fused=False).table,)
+            return reduced(terms[0], named), (report(loss, terms, named).table,)
 
         if not variables:
             return total({})[1]

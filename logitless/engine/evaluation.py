@@ -121,7 +121,7 @@ def chunk_function(
         V = vocabulary.total(products.shape[1])
         batch = Batch(chunk.targets, V, inputs, ignore_index=ignore_index, vocabulary=vocabulary)
         result = evaluate_terms(loss, z, batch)
-        table = report(loss, result, chunk.factors, fused=False).table
+        table = report(loss, result, chunk.factors).table
         if chunk.factors.loss is not None:
             return reduced(result[0], chunk.factors), (table,)
         values = unreduced(result[0])

@@ -18,7 +18,6 @@ from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import GROUPS, Term, Terms
 from logitless.errors import value_error
-from logitless.kernels.head.sums import sums
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 Number = float | Tensor
@@ -178,8 +177,6 @@ def report(
     result: Terms,
     factors: Factors,
     sequences: WholeSequences = WHOLE_SEQUENCES,
-    *,
-    fused: bool = True,
 ) -> Report:
     """Reduce the terms and the metrics of a slice.
 
@@ -188,8 +185,6 @@ def report(
         result: what its `terms` returned.
         factors: the factors of the call.
         sequences: over which ranks the loss is summed now.
-        fused: whether one kernel may compute the sums. Not while a function is traced, nor in `torch.func`:
-            a kernel cannot read such tensors, and Dynamo would specialize on their shapes.
     """
     named, metrics = result
     terms = [] if factors.loss is None else list(named.values())
@@ -199,7 +194,7 @@ def report(
     weights = [term.over for term in metrics if isinstance(term.over, Tensor)]
     values = [term.values for term in (*terms, *metrics)] + weights
     values = [x.detach() if x.requires_grad else x for x in values]
-    totals = _fused_totals(values) if fused else [x.sum() for x in values]
+    totals = [x.sum() for x in values]
     count = len(terms)
     zero = None
     if weights or not terms:
@@ -216,20 +211,6 @@ def report(
         whole = (True, *[isinstance(term.over, str) and term.over in GROUPS for term in metrics])
         whole += (False,) * (len(table) - len(whole))
     return Report(torch.stack(table), whole)
-
-
-def _fused_totals(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum (0-d) of each tensor. Tensors of the same dtype and shape are summed in one launch."""
-    by_shape: dict[tuple, list[int]] = {}
-    for number, x in enumerate(values):
-        by_shape.setdefault((x.dtype, x.shape), []).append(number)
-    totals = list(values)  # a 0-d value is its own sum
-    for (_, shape), numbers in by_shape.items():
-        if shape:
-            summed = sums([values[number] for number in numbers])
-            for number, total in zip(numbers, summed.unbind(), strict=True):
-                totals[number] = total
-    return totals
 
 
 def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Tensor:

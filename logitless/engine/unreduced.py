@@ -43,7 +43,7 @@ def unreduced_loss(
     dtype = statistics["lse"].dtype
     factors = metric_factors(*tokens, call.sequence_count, dtype)
     sequences = WHOLE_SEQUENCES if loss.scope == "token" else loss.sequences
-    metrics = settled(loss, [report(loss, result, factors, sequences, fused=False)], dtype)[1:]
+    metrics = settled(loss, [report(loss, result, factors, sequences)], dtype)[1:]
     per_token = values.shape == call.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
     names = ()

@@ -5,8 +5,9 @@ time of the launch. The time of a small call, or of a step of a small model, con
 `cached_launch` looks up the compiled kernel by a key of all properties on which Triton specializes.
 """
 
+import functools
 from collections.abc import Sequence
-from functools import partial
+from operator import attrgetter
 
 import torch
 import triton
@@ -29,7 +30,6 @@ OF_CHUNKS = {
             *("acceptance", "teacher_rows", "teacher_lse", "teacher_residual"),
             *("ids", "z", "read_lse", "read_residual", "read_entropy", "rest"),
             *("g_logps", "g_rest", "entries", "values"),
-            *("x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "sums"),
         )
     ],
 }
@@ -54,31 +54,35 @@ class CachedLaunch:
 
     def __init__(self, kernel: triton.JITFunction):
         self.kernel = kernel
-        self._operands = len([param for param in kernel.params if not param.is_constexpr])
-        self._constants = [param.name for param in kernel.params[self._operands :]]
+        self._operands = [param for param in kernel.params if not param.is_constexpr]
+        self._constants = [param.name for param in kernel.params[len(self._operands) :]]
+        self._specializations: dict[tuple[type, ...], Specialization] = {}
         self._compiled: dict[tuple, tuple] = {}
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return partial(self._launch, grid)
+        return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *operands, **constants) -> None:
         device = torch.cuda.current_device()
-        key = (device, *specialization_key(operands), *constants, *constants.values())
+        types = (*map(type, operands),)
+        specialization = self._specializations.get(types)
+        if specialization is None:
+            specialization = self._specializations[types] = Specialization(types, self._operands)
+        key = (device, types, *specialization.key(operands), *constants, *constants.values())
         cached = self._compiled.get(key)
         if cached is None:
             self._compiled[key] = self._compile(grid, operands, constants)
             return
         compiled, rest = cached
+        x, y, z = (*grid, 1, 1)[:3]
         hooks = knobs.runtime
         if has_hooks(hooks.launch_enter_hook) or has_hooks(hooks.launch_exit_hook):
-            compiled[(*grid, 1, 1)[:3]](*operands, *rest)
+            compiled[x, y, z](*operands, *rest)
             return
         # The same call as `compiled[grid]`, without launch metadata and hooks.
         stream = driver.active.get_current_stream(device)
-        unheard = (None, None, None)
-        launch = compiled.run
-        loaded = (compiled.function, compiled.packed_metadata)
-        launch(*(*grid, 1, 1)[:3], stream, *loaded, *unheard, *operands, *rest)
+        loaded = compiled.function, compiled.packed_metadata
+        compiled.run(x, y, z, stream, *loaded, None, None, None, *operands, *rest)
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:
         """Compile and launch with the launcher of Triton.
@@ -86,9 +90,6 @@ class CachedLaunch:
         Returns:
             (the compiled kernel, the constexpr values to pass after the operands in every later launch).
         """
-        if len(operands) != self._operands:
-            got = f"expected {self._operands} operands, got {len(operands)}"
-            raise TypeError(f"{self.kernel.fn.__name__}: {got}; pass constants by name.")
         compiled = self.kernel[grid](*operands, **constants)
         return compiled, [constants[name] for name in self._constants]
 
@@ -98,21 +99,48 @@ def has_hooks(hook: object) -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def specialization_key(operands: Sequence) -> list:
-    """Specialization key of the operands, with the properties on which Triton specializes.
+class Specialization:
+    """On which properties of its operands Triton specializes a kernel, for operands of given types.
 
-    Integers: whether equal to 1, multiple of 16 or neither, and whether 32 or 64 bits. Tensors: dtype and
-    16-byte alignment. Tensor descriptors: dtype and block shape. Other operands: type.
-
-    This is a single expression, because it runs in every launch for up to thirty operands.
+    Tensors: dtype and, unless the kernel declares otherwise, 16-byte alignment. Tensor descriptors: dtype and
+    block shape. Integers: whether 32 or 64 bits and, unless the kernel declares otherwise, whether equal to
+    1, a multiple of 16, or neither.
     """
-    return [
-        ((1 if x == 1 else 0 if x & 15 else 16) if -(2**31) <= x < 2**31 else 3 if x & 15 else 4)
-        if type(x) is int
-        else (x.dtype, x.data_ptr() & 15 == 0)
-        if isinstance(x, Tensor)
-        else (x.base.dtype, *x.block_shape)
-        if isinstance(x, TensorDescriptor)
-        else type(x)
-        for x in operands
-    ]
+
+    def __init__(self, types: Sequence[type], params: Sequence):
+        """`types` of the operands, and the parameters of the kernel that they are passed for."""
+        if len(types) != len(params):
+            got = f"expected {len(params)} operands, got {len(types)}"
+            raise TypeError(f"{', '.join(param.name for param in params)}: {got}; pass constants by name.")
+        tensors = [i for i, each in enumerate(types) if issubclass(each, Tensor)]
+        aligned = [i for i in tensors if not _is_declared(params[i], "_on_alignment")]
+        integers = [i for i, each in enumerate(types) if each is int]
+        self._tensors = tensors
+        self._aligned = [i for i in aligned if not _is_declared(params[i])]
+        self._descriptors = [i for i, each in enumerate(types) if issubclass(each, TensorDescriptor)]
+        self._sizes = [i for i in integers if not _is_declared(params[i])]
+        self._numbers = [i for i in integers if _is_declared(params[i])]
+
+    def key(self, operands: Sequence) -> list:
+        """The properties. It runs in every launch, for up to thirty operands."""
+        return [
+            *map(_dtype, map(operands.__getitem__, self._tensors)),
+            *[operands[i].data_ptr() & 15 == 0 for i in self._aligned],
+            *map(_kind_of_size, map(operands.__getitem__, self._sizes)),
+            *[-(2**31) <= operands[i] < 2**31 for i in self._numbers],
+            *[(x.base.dtype, *x.block_shape) for x in map(operands.__getitem__, self._descriptors)],
+        ]
+
+
+_dtype = attrgetter("dtype")
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of_size(x: int) -> tuple[bool, int]:
+    """(whether `x` has 32 bits; 1 if it is 1, 16 if it is a multiple of 16, else 0)."""
+    return -(2**31) <= x < 2**31, 1 if x == 1 else 0 if x & 15 else 16
+
+
+def _is_declared(param: object, kind: str = "") -> bool:
+    """Whether the kernel declares that Triton does not specialize on this parameter (`OF_CHUNKS`)."""
+    return getattr(param, f"do_not_specialize{kind}")

@@ -140,7 +140,7 @@ def _whole_batch(call: HeadCall, rows: Rows) -> Batch:
 
 def _compute_metrics(call: HeadCall, terms: Terms, factors: Factors) -> Tensor:
     """Return the metrics (metrics,) of a call."""
-    return settled(call.loss, [report(call.loss, terms, factors, fused=False)], call.stat_dtype)[1:]
+    return settled(call.loss, [report(call.loss, terms, factors)], call.stat_dtype)[1:]
 
 
 def full_logits(call: HeadCall, rows: Rows) -> Tensor:

@@ -17,7 +17,6 @@ from logitless.kernels.head import (
     scale_triton,
     select_triton,
     shards_triton,
-    sums_triton,
     targets_triton,
 )
 from logitless.kernels.ids import distinct_triton, gathered_triton, sets_triton, slots, slots_triton
@@ -182,10 +181,6 @@ def scale_combinations() -> Iterator[Combination]:
                 yield combination("scale_kernel", wide, flags | {"Y_IN_PLACE": False, "TWO": two})
 
 
-def sum_combinations() -> Iterator[Combination]:
-    yield combination("sums_kernel", {}, {"BLOCK": sums_triton.BLOCK})
-
-
 def select_combinations() -> Iterator[Combination]:
     for logits, bias in itertools.product(TYPES, (False, True)):
         flags = {"TILE": select_triton.TILE, "HAS_BIAS": bias}
@@ -312,7 +307,6 @@ def combinations() -> list[Combination]:
         *shard_combinations(),
         *combine_combinations(),
         *scale_combinations(),
-        *sum_combinations(),
         *select_combinations(),
         *gathered_combinations(),
         *set_combinations(),

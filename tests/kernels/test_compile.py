@@ -228,7 +228,6 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
 ELSEWHERE = (
     *("scale_kernel", "scale_all_kernel", "shard_kernel", "shard_columns_kernel", "merge_kernel"),
     "clamp_kernel",
-    "sums_kernel",
 )
 
 

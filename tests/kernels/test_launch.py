@@ -28,7 +28,8 @@ class Kernel:
     def __init__(self):
         self.fn, self.compiled, self.launched = Kernel, 0, []
         names = {"x": False, "n": False, "factor": False, "y": False, "BLOCK": True, "FLAG": True}
-        self.params = [SimpleNamespace(name=name, is_constexpr=value) for name, value in names.items()]
+        plain = {"do_not_specialize": False, "do_not_specialize_on_alignment": False}
+        self.params = [SimpleNamespace(name=name, is_constexpr=it, **plain) for name, it in names.items()]
 
     def __getitem__(self, grid):
         def compile_and_launch(*operands, **constants):

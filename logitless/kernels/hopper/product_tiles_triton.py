@@ -3,7 +3,7 @@
 Operands are tensor descriptors, and each multiprocessor runs one persistent program.
 """
 
-import functools
+from dataclasses import MISSING, fields
 
 import torch
 import triton
@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.kernels.hopper import BLOCK_N
+from logitless.kernels.operands import multiprocessors
 
 # With BLOCK_N, the fastest of a dozen configurations on an H200, for heads with H from 1,024 to 4,096. One of
 # the others: tiles of 128 x 128 with two programs per multiprocessor, so that the epilogue of one program
@@ -49,14 +50,7 @@ def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: t
 
 def programs_of(x: Tensor) -> int:
     """Number of programs of a launch: one per multiprocessor."""
-    return _multiprocessors(x.device)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":  # Triton's interpreter
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(x.device)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -70,7 +64,14 @@ def described(features: Tensor, weight: Tensor, gradient: Tensor | None) -> list
     pairs = [(features, [BLOCK_M, BLOCK_K]), (weight, [BLOCK_N, BLOCK_K])]
     # If no gradient is stored, the weight is a placeholder.
     pairs.append((weight if gradient is None else gradient, [BLOCK_M, BLOCK_N // 2]))
-    return [TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in pairs]
+    return [_descriptor(x, block) for x, block in pairs]
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """`TensorDescriptor(x, x.shape, x.stride(), block)`, without its checks: callers pass aligned rows."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(DEFAULTS, base=x, shape=list(x.shape), strides=list(x.stride()), block_shape=block)
+    return made
 
 
 def group_of(features: Tensor) -> int:
@@ -78,5 +79,7 @@ def group_of(features: Tensor) -> int:
     return max(1, GROUP_BYTES // (BLOCK_M * features.shape[1] * features.itemsize))
 
 
+# The fields of a descriptor that have defaults: Triton's versions have different ones.
+DEFAULTS = {x.name: x.default for x in fields(TensorDescriptor) if x.default is not MISSING}
 TILE = {"BM": BLOCK_M, "BN": BLOCK_N, "BK": BLOCK_K}
 LAUNCH = {"num_warps": WARPS, "num_stages": STAGES}
