@@ -9,7 +9,6 @@ import typer
 from benchmarks import (
     activation_budgets,
     compare_trees,
-    evaluation,
     fsdp,
     layers,
     lora,
@@ -19,6 +18,7 @@ from benchmarks import (
     proof_commands,
     proof_tables,
     recipes,
+    small,
     steps,
     summary,
     trainers,
@@ -424,22 +424,26 @@ def counts(
     typer.echo(counted.table(document))
 
 
-@app.command("evaluation")
-def evaluations(
+@app.command("small")
+def small_calls(
+    only: Annotated[list[str] | None, typer.Option(help="Measure only this loss; repeatable.")] = None,
     seconds: Seconds = 1.0,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
 ) -> None:
-    """Calls whose loss is evaluated uncompiled, and as one compiled graph (`LOGITLESS_COMPILE=1`)."""
+    """Calls of 128 to 4,096 tokens, which wait for the host: us, with the loss evaluated eagerly and by a
+    compiled graph (`LOGITLESS_COMPILE=1`), eager PyTorch and torch.compile; time, and time of the host."""
     target = chosen_device(device, quick)
-    document = new_document("evaluation", target, quick=quick) | {"complete": False}
+    document = new_document("small", target, quick=quick) | {"complete": False}
     path = out_path(out, document)
-    evaluation.run(document, target, quick=quick, seconds=seconds, out=path, say=speaker())
+    options = {"quick": quick, "seconds": seconds, "out": path, "say": speaker()}
+    small.run(document, target, only=picked(small.OBJECTIVES, only), **options)
     write_json(path, document)
     finish(path)
-    typer.echo(evaluation.table(document))
-    if any(row["verdict"] != "ok" for row in document["rows"]):
+    typer.echo(small.table(document))
+    if broken := small.failed(document):
+        typer.echo(f"not right: {', '.join(broken)}")
         raise typer.Exit(1)
 
 

@@ -19,6 +19,8 @@ from benchmarks.yardstick import Yardstick
 # 1.5e-2 (peers.md); a forgotten term, mask or normalizer costs far more, on inputs where every term matters.
 GRADIENT_LIMIT = 5e-2
 LOSS_LIMIT = 1e-2
+# Calls whose host time is measured, and the rest before each, in seconds.
+HOST_CALLS, HOST_REST = 15, 3e-3
 # Freed memory is filled with NaN before a check, so that reading what was never written shows.
 POISON_BYTES = 4 * 2**30
 
@@ -87,6 +89,7 @@ def measure(
         if hot[name]:
             rows[name]["hot_ratio"] = median(hot[name]) / bare["hot_ms"]
         rows[name] |= memory(call, leaves, rows[name])
+        rows[name]["host_ms"] = host_ms(cases[name], device_of(leaves))
     clear(leaves)
     return bare, list(rows.values())
 
@@ -165,6 +168,22 @@ def memory(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> 
     returned = sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
     clear(leaves)
     return {"peak_bytes": peak, "beyond_gradients_bytes": None if peak is None else peak - returned}
+
+
+def host_ms(case: Case, device: torch.device) -> float | None:
+    """Milliseconds until a call and its backward pass have returned: the median after rests; None on a
+    CPU."""
+    if device.type != "cuda":
+        return None
+    times = []
+    for _ in range(HOST_CALLS):
+        run = case()
+        synchronize(device)
+        time.sleep(HOST_REST)
+        start = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - start))
+    return median(times)
 
 
 def relative_l2(value: Tensor | None, truth: Tensor) -> float:

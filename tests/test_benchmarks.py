@@ -93,7 +93,7 @@ COMMANDS = {
     "recipes": ("--only", "LoRA+"),
     "lora": ("--checkpointing", "off", "--dropout", "0", "--skip", "each"),
     "convergence": (),
-    "evaluation": ("--seconds", "0.1"),
+    "small": ("--seconds", "0.1"),
 }
 NEED_TRL = ("trl", "lora", "step", "usecase", "recipes", "activations", "convergence")
 # Rows without a verdict: of products alone, and of one profiled call.
