@@ -8,6 +8,8 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 # for long when the machine is busy (a comparison of trainers in test_benchmarks.py: 146 s with two on two
 # busy cores, 18 s with one).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# On a GPU, graphs take seconds to compile. Tests of graphs make their own setting.
+os.environ.setdefault("LOGITLESS_COMPILE", "0")
 
 import gc  # noqa: E402
 import logging  # noqa: E402

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 # Types of devices on which losses of per-token statistics are compiled.
-COMPILES_ON = ("cuda",) if os.environ.get("LOGITLESS_COMPILE") == "1" else ()
+SWITCHES = {"LOGITLESS_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
+IS_OFF = find_spec("triton") is None or any([os.environ.get(name) == off for name, off in SWITCHES.items()])
+COMPILES_ON = () if IS_OFF else ("cuda",)
 LIBRARY = __name__.partition(".")[0]
 # Key -> `Graph`; None: the evaluation of this key is not compiled.
 _GRAPHS = Remembered()
@@ -124,9 +127,7 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
 
 
 def _is_switched_off() -> bool:
-    """Whether the user has switched off the compiler: by an environment variable, or by a stance."""
-    if any([os.environ.get(name) == "1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")]):
-        return True
+    """Whether the user has switched off the compiler by a stance."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and dynamo._stance.stance == "force_eager"
 
@@ -397,8 +398,8 @@ def compile_graph(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Calla
     """Compile a graph by Inductor. The result checks nothing of its arguments."""
     import torch._inductor
 
-    # The output of a CUDA graph would be overwritten by the next call.
-    options = {"config_patches": {"triton.cudagraphs": False}}
+    # The output of a CUDA graph would be overwritten by the next call. A few kernels need no processes.
+    options = {"config_patches": {"triton.cudagraphs": False, "compile_threads": 1}}
     return torch._inductor.standalone_compile(
         graph, list(fakes), dynamic_shapes="from_graph", options=options
     )

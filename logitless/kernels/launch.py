@@ -64,25 +64,24 @@ class CachedLaunch:
 
     def _launch(self, grid: tuple[int, ...], *operands, **constants) -> None:
         device = torch.cuda.current_device()
+        key = self.key(device, operands, constants)
+        cached = self._compiled.get(key)
+        if cached is None:
+            self._compiled[key] = self._compile(grid, operands, constants)
+        else:
+            launch(device, grid, cached, operands)
+
+    def key(self, device: int, operands: Sequence, constants: dict) -> tuple:
+        """All on which the compiled kernel depends."""
         types = (*map(type, operands),)
         specialization = self._specializations.get(types)
         if specialization is None:
             specialization = self._specializations[types] = Specialization(types, self._operands)
-        key = (device, types, *specialization.key(operands), *constants, *constants.values())
-        cached = self._compiled.get(key)
-        if cached is None:
-            self._compiled[key] = self._compile(grid, operands, constants)
-            return
-        compiled, rest = cached
-        x, y, z = (*grid, 1, 1)[:3]
-        hooks = knobs.runtime
-        if has_hooks(hooks.launch_enter_hook) or has_hooks(hooks.launch_exit_hook):
-            compiled[x, y, z](*operands, *rest)
-            return
-        # The same call as `compiled[grid]`, without launch metadata and hooks.
-        stream = driver.active.get_current_stream(device)
-        loaded = compiled.function, compiled.packed_metadata
-        compiled.run(x, y, z, stream, *loaded, None, None, None, *operands, *rest)
+        return device, types, *specialization.key(operands), *constants, *constants.values()
+
+    def compiled(self, device: int, operands: Sequence, constants: dict) -> tuple:
+        """What an earlier launch compiled for operands of this specialization: see `_compile`."""
+        return self._compiled[self.key(device, operands, constants)]
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:
         """Compile and launch with the launcher of Triton.
@@ -92,6 +91,44 @@ class CachedLaunch:
         """
         compiled = self.kernel[grid](*operands, **constants)
         return compiled, [constants[name] for name in self._constants]
+
+
+class BoundLaunch:
+    """A kernel with its constants, for operands of one specialization: a launch looks nothing up.
+
+    The caller has another one for operands that differ in anything on which Triton specializes the kernel
+    (`Specialization`).
+    """
+
+    def __init__(self, kernel: "triton.JITFunction | CachedLaunch", **constants):
+        self.kernel = kernel
+        self.constants = constants
+        self._compiled: dict[int, tuple] = {}
+
+    def __call__(self, grid: tuple[int, ...], *operands) -> None:
+        if not isinstance(self.kernel, CachedLaunch):
+            self.kernel[grid](*operands, **self.constants)
+            return
+        device = torch.cuda.current_device()
+        cached = self._compiled.get(device)
+        if cached is None:
+            self.kernel[grid](*operands, **self.constants)
+            self._compiled[device] = self.kernel.compiled(device, operands, self.constants)
+        else:
+            launch(device, grid, cached, operands)
+
+
+def launch(device: int, grid: tuple[int, ...], cached: tuple, operands: Sequence) -> None:
+    """Launch a compiled kernel: the same call as `compiled[grid]`, without launch metadata and hooks."""
+    compiled, rest = cached
+    x, y, z = (*grid, 1, 1)[:3]
+    hooks = knobs.runtime
+    if has_hooks(hooks.launch_enter_hook) or has_hooks(hooks.launch_exit_hook):
+        compiled[x, y, z](*operands, *rest)
+        return
+    stream = driver.active.get_current_stream(device)
+    loaded = compiled.function, compiled.packed_metadata
+    compiled.run(x, y, z, stream, *loaded, None, None, None, *operands, *rest)
 
 
 def has_hooks(hook: object) -> bool:

@@ -39,7 +39,7 @@ def scale_all(
     """
     if not pairs:
         return
-    if _kernels_take(pairs, contiguous=any(kept is not None for kept in supervised)):
+    if _kernels_take(pairs, contiguous=any([kept is not None for kept in supervised])):
         from logitless.kernels.head import scale_triton
 
         scale_triton.scale_all(pairs, factors, supervised or [None] * len(pairs))
@@ -56,9 +56,9 @@ def guarded(factor: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _kernels_take(pairs: Sequence[Pair], *, contiguous: bool) -> bool:
-    return all(
-        uses_triton(x.device, x.dtype)
-        and x.stride(-1) == out.stride(-1) == 1
-        and (not contiguous or (x.is_contiguous() and out.is_contiguous()))
-        for x, out in pairs
-    )
+    for x, out in pairs:
+        if not (uses_triton(x.device, x.dtype) and x.stride(-1) == out.stride(-1) == 1):
+            return False
+        if contiguous and not (x.is_contiguous() and out.is_contiguous()):
+            return False
+    return True

@@ -135,26 +135,25 @@ def scale_all(
     factor = factors[0]
     more = factors[-1]
     for number in range(0, len(pairs), 2):
-        two = pairs[number : number + 2]
-        guards = supervised[number : number + 2]
-        x, out = two[0]
-        y, y_out = two[-1]
-        options = {"PAIR": len(two) == 2, "IN_PLACE": _same(x, out), "Y_IN_PLACE": _same(y, y_out)}
+        x, out = pairs[number]
+        y, y_out = pairs[min(number + 1, len(pairs) - 1)]
+        tensors = (x, out, y, y_out)
+        pair = number + 1 < len(pairs)
+        options = {"PAIR": pair, "IN_PLACE": _same(x, out), "Y_IN_PLACE": _same(y, y_out)}
         options |= {"BLOCK": BLOCK, "num_warps": WARPS}
-        flat = all(a.is_contiguous() and b.is_contiguous() for a, b in two)
-        if len(factors) == 1 and factor.dim() == 0 and flat:
-            blocks = -(-max(a.numel() for a, _ in two) // BLOCK)
-            programs = min(blocks, PROGRAMS * multiprocessors(x.device))
-            options |= {"GUARD": _guard(guards[0]), "Y_GUARD": _guard(guards[-1])}
-            operands = (_pointer(guards[0], factor), _pointer(guards[-1], factor), x.numel(), y.numel())
-            columns = x.shape[1], y.shape[1]
-            scale_all_kernel[(programs,)](x, out, y, y_out, factor, *operands, *columns, **options)
+        (rows, columns), y_columns = x.shape, y.shape[1]
+        if len(factors) == 1 and factor.dim() == 0 and all([a.is_contiguous() for a in tensors]):
+            sizes = x.numel(), y.numel()
+            programs = min(-(-max(sizes) // BLOCK), PROGRAMS * multiprocessors(x.device))
+            guards = supervised[number], supervised[number + pair]
+            options |= {"GUARD": _guard(guards[0]), "Y_GUARD": _guard(guards[1])}
+            operands = (_pointer(guards[0], factor), _pointer(guards[1], factor), *sizes, columns, y_columns)
+            scale_all_kernel[(programs,)](*tensors, factor, *operands, **options)
             continue
-        rows, columns = x.shape
-        strides = [a.stride(0) for pair in (two[0], two[-1]) for a in pair]
+        strides = [a.stride(0) for a in tensors]
         steps = [a.stride(0) if a.dim() else 0 for a in (factor, more)]
-        parts = sum(-(-a.shape[1] // BLOCK) for a, _ in two)
-        operands = (x, out, y, y_out, factor, more, *strides, columns, y.shape[1], *steps)
+        parts = -(-columns // BLOCK) + pair * -(-y_columns // BLOCK)
+        operands = (*tensors, factor, more, *strides, columns, y_columns, *steps)
         scale_kernel[(rows, parts)](*operands, TWO=len(factors) == 2, **options)
 
 

@@ -12,6 +12,10 @@ recomputation are unconditional, so that the host does not wait. They return at 
 skip tiles without flagged rows. All sums exclude the target, as in `cross_entropy_triton.py`.
 """
 
+import functools
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +41,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
     place_of_tile,
     programs_of,
 )
-from logitless.kernels.launch import OF_CHUNKS, cached_launch
+from logitless.kernels.launch import OF_CHUNKS, BoundLaunch, cached_launch
 from logitless.kernels.layout import check_written, dense
 
 ROWS, TILES = 4, 128  # rows per program of `finish_kernel`, and tiles that it loads at a time
@@ -188,6 +192,38 @@ def read_kernel(
                 tl.store(at + (3 + SUM) * partial_stride, sum_sq + sum_sq_r, mask=here)
 
 
+class Launches(NamedTuple):
+    """The kernels of `read` with their constants."""
+
+    shift: BoundLaunch
+    read: BoundLaunch
+    finish: BoundLaunch
+    read_again: BoundLaunch
+    finish_again: BoundLaunch
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    flags: tuple[bool, ...],
+    group: int,
+    programs: int,
+    *others: Hashable,  # on which Triton specializes the kernels
+) -> Launches:
+    bias, softcap, summed, extra, total, squares, write = flags
+    transform = {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap}
+    levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
+    product = transform | levels | TILE | LAUNCH | {"GROUP": group, "PROGRAMS": programs}
+    rows = levels | {"HAS_SOFTCAP": softcap, "BM": TILE["BM"], "BN": BLOCK_N}
+    rows |= {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
+    return Launches(
+        BoundLaunch(shift_kernel, **transform, SUMS=summed, BLOCK=BLOCK_H, num_warps=4),
+        BoundLaunch(read_kernel, **product, AGAIN=False),
+        BoundLaunch(finish_kernel, **rows, AGAIN=False),
+        BoundLaunch(read_kernel, **product, AGAIN=True),
+        BoundLaunch(finish_kernel, **rows, AGAIN=True),
+    )
+
+
 def read(
     features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, head, bias, ignore_index, sums
 ) -> Tensor | None:
@@ -204,11 +240,25 @@ def read(
     tiles = -(-V // BLOCK_N)
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
-    transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
     shift, target_logit = torch.empty_like(out.lse), torch.empty_like(out.lse)
-    strides = (features.stride(0), weight.stride(0))
+    partials = out.lse.new_empty(2 + extra + total + squares, tiles, C)
+    again = torch.empty(C, dtype=torch.int32, device=features.device)
+    row_scale = torch.empty_like(out.lse) if write else out.lse
+    gradient_of_finish = out.lse if gradient is None else gradient
+    programs = programs_of(features)
+    strides = features.stride(0), weight.stride(0), gradient_of_finish.stride(0)
+    partial_stride = partials.stride(0)
+    launches = _launches(
+        (flags["HAS_BIAS"], flags["HAS_SOFTCAP"], summed, extra, total, squares, write),
+        group_of(features),
+        programs,
+        (V, *strides, ignore_index, partial_stride < 2**31, targets.dtype),
+        *[x is None or x.data_ptr() & 15 == 0 for x in (weight, bias, sums, gradient_of_finish)],
+    )
+    row_arguments = (targets, shift, target_logit, again, partials)
     sizes = (V, H, *scalars)
-    shift_kernel[(C,)](
+    launches.shift(
+        (C,),
         features,
         weight,
         bias,
@@ -217,36 +267,24 @@ def read(
         target_logit,
         sums if summed else shift,
         out.sum_logits if summed else shift,
-        *strides,
+        *strides[:2],
         *sizes,
         ignore_index,
-        **transform,
-        SUMS=summed,
-        BLOCK=BLOCK_H,
-        num_warps=4,
     )
-    partials = out.lse.new_empty(2 + extra + total + squares, tiles, C)
-    again = torch.empty(C, dtype=torch.int32, device=features.device)
-    programs = programs_of(features)
-    grid = (-(-C // ROWS),)
-    row_arguments = (targets, shift, target_logit, again, partials, partials.stride(0))
-    operands = (*described(features, weight, gradient), bias, *row_arguments, C, V, H, *scalars)
-    levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
-    options = transform | levels | TILE | LAUNCH | {"GROUP": group_of(features), "PROGRAMS": programs}
-    row_scale = torch.empty_like(out.lse) if write else None
-    grad = out.lse if gradient is None else gradient
+    operands = (*described(features, weight, gradient), bias, *row_arguments, partial_stride, C, *sizes)
     statistics = (
-        grad,
-        *row_arguments[:-1],
+        gradient_of_finish,
+        *row_arguments,
         *out.pointers(),
-        out.lse if row_scale is None else row_scale,
-        grad.stride(0),
-        partials.stride(0),
+        row_scale,
+        strides[2],
+        partial_stride,
         *(C, V, tiles, ignore_index, gain, cap),
     )
-    few = levels | {"HAS_SOFTCAP": flags["HAS_SOFTCAP"], "BM": TILE["BM"], "BN": BLOCK_N}
-    few |= {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
-    for again in (False, True):
-        read_kernel[(programs,)](*operands, **options, AGAIN=again)
-        finish_kernel[grid](*statistics, **few, AGAIN=again)
-    return row_scale
+    grid = (-(-C // ROWS),)
+    launches.read((programs,), *operands)
+    launches.finish(grid, *statistics)
+    # They return at once if no row is flagged.
+    launches.read_again((programs,), *operands)
+    launches.finish_again(grid, *statistics)
+    return row_scale if write else None
