@@ -81,6 +81,7 @@ ELSEWHERE = {
     "lora": ("howto/lora.md", lora.for_page),
     "topk": ("several_ids.md", several_ids.for_page),
     "rounding": ("sampling.md", emulation.for_page),
+    "small": ("howto/small-batches.md", small.for_page),
     "speculators": ("howto/speculators.md", pages.table),
 }
 
@@ -432,8 +433,8 @@ def small_calls(
     quick: Quick = False,
     device: Device = "",
 ) -> None:
-    """Calls of 128 to 4,096 tokens, which wait for the host: us, with the loss evaluated eagerly and by a
-    compiled graph (`LOGITLESS_COMPILE=1`), eager PyTorch and torch.compile; time, and time of the host."""
+    """Calls of 128 to 4,096 tokens, which wait for the host: us, with the loss evaluated by a compiled graph
+    and uncompiled (`LOGITLESS_COMPILE=0`), eager PyTorch and torch.compile; time, and time of the host."""
     target = chosen_device(device, quick)
     document = new_document("small", target, quick=quick) | {"complete": False}
     path = out_path(out, document)
@@ -589,7 +590,7 @@ def plot(
         documents["layers"] = whole = layers.together([document for _, document in operators])
         tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(whole, origin(whole, *operators))
     for name, (page, table) in ELSEWHERE.items():
-        found_steps = every(name, results, partial=name == "recipes")
+        found_steps = every(name, results, partial=name in ("recipes", "small"))
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)

@@ -1,7 +1,8 @@
 """Calls of few tokens, which wait for the host: us, uncompiled PyTorch and torch.compile.
 
-The losses, their inputs and their truth are those of the benchmarks of large shapes. "compiled evaluation" is
-our call with `LOGITLESS_COMPILE=1`. Host ms is the time until a call and its backward pass have returned.
+The losses, their inputs and their truth are those of the benchmarks of large shapes. "uncompiled evaluation"
+is our call with `LOGITLESS_COMPILE=0`. `host_ms` is the time until a call and its backward pass have
+returned.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from benchmarks.preference import PREFERENCE
 from benchmarks.report import write_json
 from logitless.engine import compiled
 
-OURS, COMPILED = "logitless", "logitless, compiled evaluation"
+OURS, UNCOMPILED = "logitless", "logitless, uncompiled evaluation"
 OTHERS = ("eager, fp32 upcast", "torch.compile")
 H, V = 2048, 151_936
 # Tokens with a trainable and with a frozen head, H, V.
@@ -98,36 +99,38 @@ def variants(ours: Callable, device: torch.device) -> dict[str, Callable]:
 
         return call
 
-    return {OURS: on(()), COMPILED: on((device.type,))}
+    return {UNCOMPILED: on(()), OURS: on((device.type,))}
 
 
 def table(document: dict, **options) -> str:
-    """Milliseconds of each call, and of the host in brackets."""
+    """Milliseconds of each call, after a rest and in a row."""
     rows = []
     for section in document["sections"]:
         found = {row["name"]: row for row in section["rows"]}
+        bare = section["yardstick"]
         title = section["objective"] + (", frozen head" if section["frozen"] else "")
-        cells = [cell(found.get(name)) for name in (*OTHERS, OURS, COMPILED)]
-        rows.append([title, section["tokens"], f"{section['products_ms']:.2f}", *cells])
-    headers = ["loss", "tokens", "products", *OTHERS, OURS, "compiled evaluation"]
+        products = section["products_ms"]
+        both = f"{products:.2f} / {products / bare['ms'] * bare['hot_ms']:.2f}"
+        cells = [cell(found.get(name), bare["hot_ms"]) for name in (*OTHERS, UNCOMPILED, OURS)]
+        rows.append([title, section["tokens"], both, *cells])
+    headers = ["loss", "tokens", "products", *OTHERS, UNCOMPILED, OURS]
     return tabulate(rows, headers, disable_numparse=True, **options)
 
 
-def cell(row: Mapping | None) -> str:
+def cell(row: Mapping | None, hot_ms: float) -> str:
     if row is None or row["verdict"] != "ok":
         return "" if row is None else row["verdict"]
-    host = row.get("host_ms")
-    return f"{row['ms']:.2f}" + ("" if host is None else f" ({host:.2f})")
+    return f"{row['ms']:.2f} / {row['hot_ratio'] * hot_ms:.2f}"
 
 
 def for_page(document: dict, source: str) -> str:
     """The table in Markdown."""
+    cut = "" if document["complete"] else "\n\nRows that are missing were not measured: the run was cut off."
     return (
         f"{table(document, tablefmt='github')}\n\n"
         f"One {document['device']}, {document['date'][:10]}, bf16, H {H}, V {V:,}. Milliseconds of a call "
-        "and its backward pass after a rest; in brackets those of the host. Products: those of the call "
-        "alone.\n\n"
-        f"{source}"
+        "and its backward pass, after a rest / one after the other. Products: those of the call alone."
+        f"{cut}\n\n{source}"
     )
 
 

@@ -6,7 +6,8 @@
 * A user's loss of per-token statistics: the same function under `torch.compile`, with its guards.
 * A `LogitsLoss`: `compiled_chunk_function` is `evaluation.chunk_function` under `torch.compile`.
 
-If compiling fails, a loss runs uncompiled, with a warning.
+If compiling fails, a loss runs uncompiled: a user's loss with a warning, the library's with a line in the
+log.
 
 A graph without guards is only right if nothing that the trace read can change. Therefore it is made for
 losses of this library alone, whose `terms` are pure functions of tensors and of the fields of a frozen loss;
@@ -16,6 +17,7 @@ compares the graph with the uncompiled evaluation.
 """
 
 import functools
+import logging
 import os
 import sys
 import threading
@@ -39,6 +41,8 @@ from logitless.engine.terms import declared, evaluate_terms
 from logitless.errors import warn
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
+
+logger = logging.getLogger(__name__)
 
 # Types of devices on which losses of per-token statistics are compiled.
 SWITCHES = {"LOGITLESS_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -193,8 +197,9 @@ def _made(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        # Not a warning: the results are the same, and the caller can do nothing about it.
         message = str(error).strip().partition("\n")[0]
-        warn(f"{name} is evaluated uncompiled, slower: {type(error).__name__}: {message}", UserWarning)
+        logger.info("%s is evaluated uncompiled: %s: %s", name, type(error).__name__, message)
         return None
     exact = evaluation.evaluate(loss, *_in_double(statistics, batch, factors), differentiate=differentiate)
     flat = [[*gradients.values(), report.table] for gradients, report in (expected, exact)]

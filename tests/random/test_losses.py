@@ -226,7 +226,6 @@ def graphs(monkeypatch) -> dict:
     return compiled._GRAPHS
 
 
-@pytest.mark.filterwarnings("error:.*evaluated uncompiled")
 @pytest.mark.parametrize(("name", "options"), FORMULAS, ids=lambda x: x if isinstance(x, str) else str(x))
 def test_every_formula_in_a_graph(graphs, name, options):
     """It has the results of the uncompiled evaluation. One graph serves every number of rows and sequences,
