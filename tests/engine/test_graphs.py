@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import logging
+import multiprocessing
 import pickle
 import shutil
 import sys
@@ -442,6 +443,54 @@ def test_threads_make_one_graph(graphs, monkeypatch):
     assert None not in graphs.values()
     for each in found:
         torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a forked process cannot use CUDA")
+def test_a_forked_process(graphs):
+    """It uses the graphs of its parent, and makes its own."""
+    tensors = operands(5)
+    made = results(CrossEntropyLoss(), *tensors)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        again = results(CrossEntropyLoss(), *tensors)
+        other = results(CrossEntropyLoss(z_loss=0.1), *tensors)
+        sender.send([[x.tolist() for x in each] for each in (again, other)] + [len(graphs)])
+
+    process = context.Process(target=child)
+    process.start()
+    assert receiver.poll(60)
+    again, other, count = receiver.recv()
+    process.join()
+    assert again == [x.tolist() for x in made] and count == 2
+    expected = uncompiled(CrossEntropyLoss(z_loss=0.1), *tensors)
+    torch.testing.assert_close([torch.tensor(x, device=DEVICE) for x in other], expected)
+
+
+def test_a_resumed_run_repeats_the_first_to_the_bit(graphs):
+    """In a new process there are no graphs yet."""
+    loss = GRPOLoss(beta=0.1, use_bias_correction_kl=False)
+
+    def steps(weight: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        weights = []
+        for size in sizes:
+            hidden, _, targets = operands(size, 3)
+            given = {"advantages": torch.linspace(-1, 1, size, device=DEVICE)}
+            given |= {"ref_logps": torch.full((size, 3), -2.0, device=DEVICE)}
+            weight = weight.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(loss(hidden, weight, targets, **given).loss, weight)
+            weight = (weight - 0.5 * gradient).detach()
+            weights.append(weight)
+        return weights
+
+    _, weight, _ = operands(7)
+    run = steps(weight, (5, 9, 2, 7))
+    graphs.clear()
+    resumed = steps(run[1], (2, 7))
+    assert all(torch.equal(a, b) for a, b in zip(run[2:], resumed, strict=True))
+    assert len(graphs) == 1 and None not in graphs.values()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and DEVICE.type == "cpu", reason="Inductor needs a compiler")
