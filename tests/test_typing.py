@@ -24,6 +24,7 @@ from logitless.losses import (
     reference_free,
     sampler_correction,
 )
+from logitless.losses.arguments import HEAD_OPTIONS
 from logitless.losses.base import LinearLoss
 from logitless.losses.linear import REDUCTIONS
 from tests.test_docs import FENCE, TEXTS
@@ -149,7 +150,7 @@ def test_checkers_and_calls_know_the_same_keywords(loss):
 @pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_logprobs", "linear_topk"])
 def test_checkers_know_options_of_functions(function):
     options = keys(logitless.losses.inputs.HeadOptions)
-    assert options <= set(cross_entropy.OPTIONS) & {*logitless.losses.several_ids.OPTIONS, "cp_group"}
+    assert options <= set(cross_entropy.OPTIONS) & {*HEAD_OPTIONS, "cp_group"}
     assert options <= typed_keywords(getattr(logitless, function))
 
 

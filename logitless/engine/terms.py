@@ -9,6 +9,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.remembered import Remembered
 from logitless.errors import type_error, value_error, warn
+from logitless.kernels.head.cross_entropy import stat_names
 
 if TYPE_CHECKING:
     from logitless.engine.spec import LossSpec
@@ -47,7 +48,7 @@ class Term(NamedTuple):
 
 
 # Statistics that are available without declaration.
-ALWAYS_THERE = ("logps", "lse", "lse_residual")
+ALWAYS_THERE = stat_names(())
 # The result of `LinearLoss.terms`: (parts of the loss by name, metrics by name).
 Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
 

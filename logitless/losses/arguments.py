@@ -5,7 +5,7 @@ checks of their names and types.
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Unpack, get_args, get_origin
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.spec import LossSpec
 from logitless.errors import meant, message, type_error, warn
+from logitless.losses.inputs import CallInputs, HeadOptions
 
 Called = TypeVar("Called", bound=Callable)
 
@@ -81,23 +82,12 @@ class CallArguments:
         )
 
 
-# Keyword arguments of every loss: the fields of `CallArguments` with a default, except `heads`
-# and `kept`.
-SHARED = (
-    "bias",
-    "num_items",
-    "shift",
-    "cu_seqlens",
-    "mask",
-    "accumulate_into",
-    "grad_scale",
-)
-
+# Keyword arguments of every loss.
+SHARED = CallInputs.__optional_keys__
+# Options of the functions, such as `linear_logprobs`, that are fields of their losses.
+HEAD_OPTIONS = (*sorted(HeadOptions.__optional_keys__), "ignore_index")
 # Remedy if the output object of a model was passed as hidden states.
 ALONE = "pass only the hidden states, such as outputs.last_hidden_state"
-# Class attributes of a loss that add the hidden states, weight and bias of another model to its call, and the
-# prefixes of these arguments.
-MODELS = {"teacher": "teacher", "reference": "ref"}
 MASK = "mask", "pass it as mask", "set the targets to ignore_index where it is off"
 # Argument names of other libraries -> (the corresponding argument of logitless, remedy if the call accepts
 # it, remedy if it does not).
@@ -153,22 +143,14 @@ def warn_of_zeros(mask: Tensor | None, loss: LossSpec, plan: Plan | None) -> Non
 class CheckedCall:
     """Base class of the losses, which raises for unknown keyword arguments and for wrong argument types."""
 
-    # Declared inputs that `prepare` or `__call__` computes. They are not keyword arguments of the call.
-    internal_inputs: ClassVar[tuple[str, ...]] = ()
     # Inputs of the call that are not single tensors, such as a pair of tensors.
     structured_inputs: ClassVar[tuple[str, ...]] = ()
-    # Keyword arguments of the call, derived from the signatures of `__call__` and from the declared inputs.
+    # Keyword arguments of the call, see `call_keywords`.
     keywords: ClassVar[tuple[str, ...]] = ()
     # Whether a call needs `targets`.
     needs_targets: ClassVar[bool] = True
     # Remedies for unknown keyword arguments. A key is the full name, or the part before the first underscore.
     remedies: ClassVar[Mapping[str, str]] = {}
-
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
-        if inspect.isfunction(vars(cls).get("__call__")):
-            accept_missing_targets(cls.__call__)
-        cls.keywords = call_keywords(cls)
 
     def check_call(self, given: Iterable[str], **tensors: object) -> None:
         """Raise TypeError for unknown keyword names in `given`, and for `tensors` that are not tensors."""
@@ -212,42 +194,45 @@ def accept_missing_targets(function: Called) -> Called:
 
 
 def call_keywords(cls: type) -> tuple[str, ...]:
-    """The keyword arguments of a loss's call, in alphabetical order."""
+    """The keyword arguments of a loss's call, in alphabetical order.
+
+    They are those of the signature of `__call__`, with the names in its `**arguments: Unpack[...]`, and the
+    inputs that a user's subclass declares. The other inputs that a loss of the library declares are computed
+    by `prepare` or `__call__`. `**arguments` without `Unpack` are those of the base class.
+    """
     names: set[str] = set()
+    of_library = next(base for base in cls.__mro__ if base.__module__.startswith("logitless."))
     for owner in cls.__mro__:
         if "__call__" not in vars(owner):
             continue
         parameters = inspect.signature(vars(owner)["__call__"]).parameters.values()
         names |= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-        # `**arguments` are passed to the base class. `**unknown` catches unknown names, for which the call
-        # raises.
-        rest = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
-        if rest in ([], ["unknown"]):
+        rest = [x for x in parameters if x.kind is x.VAR_KEYWORD]
+        # `**unknown` catches unknown names, for which the call raises.
+        if not rest or rest[0].name == "unknown":
+            break
+        if get_origin(rest[0].annotation) is Unpack:
+            (typed,) = get_args(rest[0].annotation)
+            names |= typed.__required_keys__ | typed.__optional_keys__
+            names |= cls.roles.keys() - of_library.roles.keys()
             break
     else:
-        kinds = ("token", "prediction", "sequence", "vocabulary", "shared")
-        declared = (getattr(cls, f"{kind}_inputs") for kind in kinds)
-        names |= {name for inputs in declared if isinstance(inputs, tuple) for name in inputs}
-        models = [prefix for model, prefix in MODELS.items() if getattr(cls, model)]
-        names |= {f"{prefix}_{what}" for prefix in models for what in ("hidden", "weight", "bias")}
-    return tuple(sorted(names - set(cls.internal_inputs)))
+        names |= cls.roles.keys()
+    return tuple(sorted(names))
 
 
-def check_options(given: Iterable[str], allowed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
-    """Raise TypeError for names in `given` that are not in `allowed`.
+def check_options(given: Iterable[str], allowed: tuple[str, ...], function: Callable) -> None:
+    """Raise TypeError for names in `given`, the `**head` of a function, that are not in `allowed`.
 
     For the first unknown name, the message suggests the corresponding argument (`SYNONYMS`) or the most
-    similar name, also among `arguments`, the names in the function's signature.
+    similar name, also among the arguments in the function's signature.
     """
     unknown = [name for name in given if name not in allowed]
     if unknown:
-        raise type_error(
-            "options",
-            f"any of {', '.join(allowed)}",
-            ", ".join(unknown),
-            synonym(unknown[0], (*allowed, *arguments))
-            or meant(unknown[0], (*allowed, *arguments), "leave it out"),
-        )
+        parameters = inspect.signature(function).parameters.values()
+        names = (*allowed, *[x.name for x in parameters if x.kind is not x.VAR_KEYWORD])
+        remedy = synonym(unknown[0], names) or meant(unknown[0], names, "leave it out")
+        raise type_error("options", f"any of {', '.join(allowed)}", ", ".join(unknown), remedy)
 
 
 def synonym(name: str, allowed: Iterable[str]) -> str:

@@ -23,10 +23,9 @@ __all__ = ["LinearLoss", "LogitsLoss", "LossOutput", "TokenLoss"]
 class TokenLoss(LinearLoss):
     """Base class of losses that are functions of per-token statistics of the logits.
 
-    A subclass implements `terms(stats: TokenStats, batch: Batch)`. The statistics are logps, lse, entropy,
-    is_top1, sum_logits and log_sum_sq_probs. The class attribute `differentiates` lists the statistics
-    through which the loss is differentiated. `observes` lists the statistics that the loss or its metrics use
-    as constants. logps and lse are available without declaration.
+    A subclass implements `terms(stats: TokenStats, batch: Batch)`. The class attribute `differentiates` lists
+    the statistics through which the loss is differentiated. `observes` lists the statistics that the loss or
+    its metrics use as constants. logps and lse are available without declaration.
 
     Args:
         return_logps: return the per-token statistics, such as the log-probabilities, in `LossOutput.tokens`.

@@ -148,7 +148,6 @@ def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:
 
 
 OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
-ARGUMENTS = ("targets", "bias", "class_weights", "token_weights", "shift", "mask", "num_items")
 
 
 @accept_missing_targets
@@ -209,7 +208,7 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(hidden, weight, targets, reduction="none").shape
         torch.Size([6])
     """
-    check_options(head, OPTIONS, ARGUMENTS)
+    check_options(head, OPTIONS, linear_cross_entropy)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
     loss = cached_loss(CrossEntropyLoss, ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}

@@ -126,7 +126,6 @@ class DistillationLoss(LogitsLoss):
     vocab_parallel: ClassVar = True
     token_inputs: ClassVar = ("labels",)
     prediction_inputs: ClassVar = ("topk_logprobs", "topk_ids")
-    internal_inputs: ClassVar = ("labels", "topk_logprobs", "topk_ids")
     structured_inputs: ClassVar = ("teacher_logprobs_topk",)
     metric_names: ClassVar = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout
-from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
 from logitless.losses.base import LossOutput
@@ -193,7 +192,6 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         "flag_weights",
     )
     shared_inputs: ClassVar = ("entropy_weight",)
-    internal_inputs: ClassVar = ("log_importance", "unit_weights", "flag_weights", "entropy_weight")
 
     def __post_init__(self) -> None:
         check_choice("loss_type", self.loss_type, TYPES, REMEDIES["loss_type"])
@@ -443,22 +441,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         hidden: Tensor,
         weight: HeadWeight,
         targets: Tensor,
-        *,
-        ref_logps: Tensor | None = None,
-        ref_hidden: Tensor | None = None,
-        ref_weight: HeadWeight | None = None,
-        ref_bias: Tensor | None = None,
-        sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
-        inputs = {
-            "sampling_mask": sampling_mask,
-            "ref_logps": ref_logps,
-            "ref_hidden": ref_hidden,
-            "ref_weight": ref_weight,
-            "ref_bias": ref_bias,
-        }
-        return self.solve(hidden, weight, targets, arguments, inputs)
+        return self.solve(hidden, weight, targets, arguments)
 
     def laid_out(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView
+from logitless.engine.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -40,12 +41,18 @@ class ReferenceInputs(CallInputs, total=False):
     ref_bias: Tensor | None
 
 
-class RolloutInputs(CallInputs, total=False):
-    """Keyword arguments of GRPO and PPO: advantages and log-probabilities of the rollout."""
+class PolicyInputs(CallInputs, total=False):
+    """Keyword arguments of policy losses: advantages, and what the sampler of the rollout returned."""
 
     advantages: Required[Tensor]
     old_logps: Tensor | None
     sampling_logps: Tensor | None
+    sampling_mask: SamplingMask | None
+
+
+class RolloutInputs(PolicyInputs, ReferenceInputs, total=False):
+    """Keyword arguments of GRPO and PPO."""
+
     importance_weights: Tensor | None
 
 

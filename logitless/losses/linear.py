@@ -1,5 +1,6 @@
 """`LinearLoss`, the base class of all losses: options, class attributes and the call."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -21,7 +22,14 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, to_bytes, type_error, value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
-from logitless.losses.arguments import SHARED, CallArguments, CheckedCall, warn_of_zeros
+from logitless.losses.arguments import (
+    SHARED,
+    CallArguments,
+    CheckedCall,
+    accept_missing_targets,
+    call_keywords,
+    warn_of_zeros,
+)
 from logitless.losses.declarations import (
     NumericField,
     check_class,
@@ -167,7 +175,10 @@ class LinearLoss(CheckedCall):
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
+        if inspect.isfunction(vars(cls).get("__call__")):
+            accept_missing_targets(cls.__call__)
         cls.roles = roles_of(cls)
+        cls.keywords = call_keywords(cls)
         cls.numeric = numeric_fields(cls)
         check_names(cls)
         complete = cls.terms is not LinearLoss.terms  # False for an abstract base class
@@ -267,6 +278,7 @@ class LinearLoss(CheckedCall):
             else replace(self, **groups)
         )
 
+    @accept_missing_targets
     def __call__(
         self,
         hidden: Tensor,

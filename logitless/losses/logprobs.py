@@ -13,7 +13,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
-from logitless.losses.arguments import accept_missing_targets, check_options
+from logitless.losses.arguments import HEAD_OPTIONS, accept_missing_targets, check_options
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
@@ -86,10 +86,6 @@ class TokenStatistics(TokenLoss):
         call = self.bind(hidden, weight, targets, arguments, {"sampling_mask": sampling_mask})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.statistics.items()}, outcome.plan
-
-
-OPTIONS = (*sorted(HeadOptions.__optional_keys__), "ignore_index")
-ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens", "sampling_mask")
 
 
 class LogprobsOptions(HeadOptions, total=False):
@@ -188,7 +184,7 @@ def linear_logprobs(
         >>> torch.allclose(logps, expected, atol=1e-4)
         True
     """
-    check_options(head, OPTIONS, ARGUMENTS)
+    check_options(head, HEAD_OPTIONS, linear_logprobs)
     if not shift and cu_seqlens is not None:
         raise value_error(
             "cu_seqlens",

@@ -181,11 +181,9 @@ class MedusaLoss(MultiHeadLoss):
         mask: Tensor | None = None,
         **unknown: Never,
     ) -> LossOutput:
+        loss = self
         if is_head(base_weight):
             loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
-            arguments = {"cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
-            arguments |= {"base_weight": base_weight, "base_bias": base_bias}
-            return MedusaLoss.__call__(loss, hidden, heads, targets, **arguments)
         base = {"base_weight": base_weight, "base_bias": base_bias}
         self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
         if not isinstance(heads, MedusaHeads):
@@ -228,4 +226,4 @@ class MedusaLoss(MultiHeadLoss):
                 parts.append(WeightedHead(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
         if not parts:
             raise value_error("coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)
+        return loss.solve_parts(parts, targets, cu_seqlens, num_items, mask)

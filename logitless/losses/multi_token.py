@@ -69,16 +69,9 @@ class MultiTokenLoss(MultiHeadLoss):
         mask: Tensor | None = None,
         **unknown: Never,
     ) -> LossOutput:
+        loss = self
         if is_head(weight):
             loss, weight, bias = without_adapter(self, "weight", weight, bias)
-            arguments = {
-                "bias": bias,
-                "cu_seqlens": cu_seqlens,
-                "num_items": num_items,
-                "mask": mask,
-                **unknown,
-            }
-            return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **arguments)
         self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
         if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
             raise type_error(
@@ -118,4 +111,4 @@ class MultiTokenLoss(MultiHeadLoss):
         ]
         if not parts:
             raise value_error("coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)
+        return loss.solve_parts(parts, targets, cu_seqlens, num_items, mask)

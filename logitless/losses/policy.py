@@ -7,14 +7,15 @@ token.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from torch import Tensor
 
 from logitless.engine.layout import SequenceLayout
 from logitless.errors import type_error, value_error
 from logitless.losses.arguments import CallArguments
-from logitless.losses.base import TokenLoss
+from logitless.losses.base import LossOutput, TokenLoss
+from logitless.losses.inputs import HeadWeight, PolicyInputs
 from logitless.losses.numerics import LARGEST
 from logitless.losses.sampler_correction import SamplerCorrection, Sequences, log_weights
 
@@ -77,6 +78,15 @@ class PolicyLoss(TokenLoss):
             raise value_error(
                 "sampling_logps", "None without sampler_correction", tuple(sampling_logps.shape), remedy
             )
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: HeadWeight,
+        targets: Tensor,
+        **arguments: Unpack[PolicyInputs],
+    ) -> LossOutput:
+        return self.solve(hidden, weight, targets, arguments)
 
     def laid_out(
         self, layout: SequenceLayout, advantages: Tensor, **given: Tensor | None

@@ -119,7 +119,6 @@ class ReferencedLoss(ComparedLoss):
 
     token_inputs: ClassVar = ("ref_logps",)
     sequence_inputs: ClassVar = ("ref_sequence_logps",)
-    internal_inputs: ClassVar = ("ref_sequence_logps",)
 
     def prepare(self, call: CallArguments) -> None:
         ref_input = call.inputs.get("ref_logps")

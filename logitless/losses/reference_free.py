@@ -68,7 +68,6 @@ class ORPOLoss(UnreferencedLoss):
 
     token_inputs: ClassVar = ("completion",)
     shared_inputs: ClassVar = ("contradicting",)
-    internal_inputs: ClassVar = ("completion", "contradicting")
     metric_names: ClassVar = (*PairedLoss.metric_names, "log_odds_ratio", "log_odds_chosen")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:

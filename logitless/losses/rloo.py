@@ -1,18 +1,15 @@
 """Policy gradients without a learned baseline: REINFORCE, and REINFORCE leave-one-out (RLOO)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout, per_token_shape
-from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import value_error
-from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import TYPES, PolicyRatios, clip
-from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.policy import ClippedLoss, PolicyLoss, check_old_kl, old_kl, require_old_logps
 from logitless.losses.sampler_correction import SequenceSums
@@ -55,7 +52,6 @@ class RLOOLoss(ClippedLoss):
     unit: ClassVar = "sequences"
     sequence_inputs: ClassVar = ("sequence_advantages", "old_sums")
     token_inputs: ClassVar = ("old_logps", "sampling_logps")
-    internal_inputs: ClassVar = ("sequence_advantages", "old_sums")
     metric_names: ClassVar = ("entropy", "importance_ratio", *TYPES["grpo"].metric_names)
 
     def __post_init__(self) -> None:
@@ -97,26 +93,6 @@ class RLOOLoss(ClippedLoss):
             )
         sampled = batch.sum_by_sequence(batch.sampling_logps)
         return self.sampler_weights(batch.old_sums, sampled, SequenceSums(lambda x: x, batch.lengths))
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: HeadWeight,
-        targets: Tensor,
-        *,
-        advantages: Tensor,
-        old_logps: Tensor | None = None,
-        sampling_logps: Tensor | None = None,
-        sampling_mask: SamplingMask | None = None,
-        **arguments: Unpack[CallInputs],
-    ) -> LossOutput:
-        inputs = {
-            "advantages": advantages,
-            "old_logps": old_logps,
-            "sampling_logps": sampling_logps,
-            "sampling_mask": sampling_mask,
-        }
-        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
         self,
@@ -199,26 +175,6 @@ class REINFORCELoss(PolicyLoss):
         if self.old_kl_coef:
             values = values + old_kl(self.old_kl_coef, stats.logps - batch.old_logps)
         return {"policy": Term(values)}, {"entropy": Term(stats.entropy)}
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: HeadWeight,
-        targets: Tensor,
-        *,
-        advantages: Tensor,
-        old_logps: Tensor | None = None,
-        sampling_logps: Tensor | None = None,
-        sampling_mask: SamplingMask | None = None,
-        **arguments: Unpack[CallInputs],
-    ) -> LossOutput:
-        inputs = {
-            "advantages": advantages,
-            "old_logps": old_logps,
-            "sampling_logps": sampling_logps,
-            "sampling_mask": sampling_mask,
-        }
-        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
         self,

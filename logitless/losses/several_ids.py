@@ -14,7 +14,7 @@ from logitless.engine.readers.ids import IdsReader, TopkReader
 from logitless.engine.terms import Term
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
-from logitless.losses.arguments import check_options, warn_of_zeros
+from logitless.losses.arguments import HEAD_OPTIONS, check_options, warn_of_zeros
 from logitless.losses.declarations import cached_loss, without_labels
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.linear import LinearLoss
@@ -153,19 +153,6 @@ def logprobs_of_ids(
     return loss.statistics(hidden, weight, targets, bias, slots, cu_seqlens)
 
 
-OPTIONS = (
-    "ignore_index",
-    "softcap",
-    "logit_scale",
-    "temperature",
-    "logits_budget",
-    "accum_dtype",
-    "logits_dtype",
-    "compact",
-    "tp_group",
-)
-
-
 def linear_topk(
     hidden: Tensor,
     weight: HeadWeight,
@@ -204,7 +191,7 @@ def linear_topk(
         >>> torch.allclose(logps, (hidden @ weight.T).log_softmax(-1).topk(4).values, atol=1e-4)
         True
     """
-    check_options(head, OPTIONS, ("bias", "mask"))
+    check_options(head, HEAD_OPTIONS, linear_topk)
     if not isinstance(k, int) or isinstance(k, bool):
         raise type_error("k", "a whole number", repr(k), "pass a number of token ids")
     if k < 1:

@@ -140,10 +140,6 @@ class SpeculatorLoss(LogitsLoss):
     vocab_parallel: ClassVar = True
     prediction_inputs: ClassVar = ("labels", "teacher_rows", "pair_weights")
     shared_inputs: ClassVar = ("draft_ids", "draft_columns", "counted", "problems")
-    internal_inputs: ClassVar = (
-        *("labels", "teacher_rows", "pair_weights"),
-        *("draft_columns", "counted", "problems"),
-    )
     remedies: ClassVar = {
         "shift": "targets are unshifted labels already",
         "d2t": "pass draft_ids=d2t + torch.arange(D)",

@@ -1,15 +1,9 @@
 """The whole LM head on each rank, or a shard of its rows (vocabulary parallelism, `tp_group`).
 
 With shards, every rank has the same hidden states and targets. Logits are not exchanged. The ranks all-gather
-a few statistics per token, once per chunk, and all-reduce d_hidden. Let lse_r and p_r be the log-sum-exp and
-the softmax within shard r, and w_r = exp(lse_r - lse) the probability of the whole shard. Then
-
-    lse = log sum_r exp(lse_r)
-    log p(y) = log p_r(y) + log w_r, where r is the shard of y
-    entropy = sum_r w_r (entropy_r - log w_r)
-
-Therefore every rank has the same statistics of all tokens, computes the same loss, and gets the full d_hidden
-and d_weight of its rows.
+a few statistics per token, once per chunk, and all-reduce d_hidden. `kernels/head/statistics.py` has the
+formulas by which the statistics of the shards are merged. Therefore every rank has the same statistics of all
+tokens, computes the same loss, and gets the full d_hidden and d_weight of its rows.
 """
 
 from collections.abc import Sequence

@@ -22,10 +22,11 @@ from logitless.engine.reduction import Factors, metric_factors, reduced, report,
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Terms, evaluate_terms, unreduced
+from logitless.kernels.head.statistics import STATISTICS
 from logitless.kernels.ids.slots import dedupe
 
 # Statistics that the engine never differentiates.
-CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
+CONSTANT = ("predictions", *(each.name for each in STATISTICS if not each.derivative))
 
 
 @dataclass
@@ -189,20 +190,9 @@ def compute_other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
 
 def statistics_by_definition(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
     """Compute every statistic of `TokenStats` from logits (n, V) by its definition; 0 for ignored tokens."""
-    target = batch.targets[:, None]
-    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
-    # p log p is 0 at p = 0, where log p is -inf.
-    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    statistics = {
-        "logps": log_p.gather(1, target)[:, 0],
-        "lse": lse,
-        "lse_residual": torch.zeros_like(lse),
-        "entropy": -(log_p.exp() * finite).sum(-1),
-        "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
-        "sum_logits": z.sum(-1) if weights is None else z @ weights.to(z.dtype),
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "predictions": z.argmax(-1),
-    }
+    log_p = z.log_softmax(-1)
+    statistics = {each.name: each.compute(z, log_p, batch.targets, weights) for each in STATISTICS}
+    statistics["predictions"] = z.argmax(-1)
     return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in statistics.items()}
 
 

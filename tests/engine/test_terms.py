@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from logitless import LogitsLoss, Term, TokenLoss
 from logitless.engine import terms as module
 from logitless.engine.reduction import Factors, report, settled
-from logitless.engine.terms import unreduced
+from logitless.engine.terms import ALWAYS_THERE, unreduced
+from logitless.kernels.head.statistics import NAMES
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 from tests.support import DEVICE, EngineCalls
 
@@ -259,7 +260,7 @@ def test_sequence_inputs_of_a_loss_of_tokens_are_refused_where_the_class_is_defi
 # -- statistics
 
 
-STATISTICS = ("entropy", "sum_logits", "log_sum_sq_probs", "is_top1")
+STATISTICS = tuple(name for name in NAMES if name not in ALWAYS_THERE)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

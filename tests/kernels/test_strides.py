@@ -20,13 +20,13 @@ from logitless.kernels.head.cross_entropy import (
 )
 from logitless.kernels.head.divergence import fused_divergence, sharded_divergence
 from logitless.kernels.head.scale import scale
+from logitless.kernels.head.statistics import DIFFERENTIABLE
 from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random, expanded, offset, poisoned, strided
 
 C, V, H, IGNORED = 6, 37, 5, -7
-DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
 HEAD, TEACHER_HEAD = LogitTransform(6.0, 0.8, 1.3), LogitTransform(None, 1.2, 1.0)
 # Of gradients, beside logits in fp32, and of the matrices of a product.
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

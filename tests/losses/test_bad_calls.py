@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
+from logitless.losses.inputs import CallInputs
 from tests.support import DEVICE
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -311,6 +312,35 @@ def test_a_subclass_takes_what_it_declares():
     assert set(Weighted.keywords) == {*SimPOLoss.keywords, "token_weights"}
     assert SimPOLoss()(*operands).loss != Weighted()(*operands, token_weights=numbers(B, T)).loss
     refused(lambda: Weighted()(*operands, token_weight=numbers(B, T)), ".*perhaps token_weights is meant")
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_call_of_the_users(typed):
+    """Whether or not `__call__` names the keywords of every loss, the declared inputs are keywords."""
+
+    class Scaled(CrossEntropyLoss):
+        token_inputs = (*CrossEntropyLoss.token_inputs, "extra")
+
+        def __call__(self, hidden, weight, targets, *, scale=1.0, **arguments):
+            return super().__call__(scale * hidden, weight, targets, **arguments)
+
+    if typed:
+        Scaled.__call__.__annotations__["arguments"] = Unpack[CallInputs]
+        Scaled = type("Scaled", (Scaled,), {"__call__": Scaled.__call__})
+    shared = {"extra", "scale", *Own.keywords}
+    assert set(Scaled.keywords) == (shared if typed else {*shared, *CrossEntropyLoss.keywords})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOSSES if "advantages" in kind.keywords])
+def test_advantages_are_missing(kind):
+    message = "advantages: expected a tensor, got None; pass one per sequence or per token"
+    refused(lambda: kind()(numbers(B, T, H), numbers(V, H), integers(B, T)), message)
+
+
+@pytest.mark.parametrize("name", ["head", "hed"])
+def test_options_of_a_function_are_named_one_by_one(name):
+    message = f"options: expected any of .*, got {name}; "
+    assert "head is meant" not in refused(lambda: linear_cross_entropy(*ALL_THREE, **{name: 1}), message)
 
 
 def test_cispo_without_its_bound():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import logitless as ll
+from logitless.kernels.head.statistics import DIFFERENTIABLE, NAMES
 from tests import reference
 from tests.random.calls import Call, World
 
@@ -379,7 +380,7 @@ def make_topk(w: World) -> Callable:
 
 # -- losses of a user's own
 
-STATISTICS = ("logps", "lse", "entropy", "sum_logits", "log_sum_sq_probs", "is_top1")
+OBSERVABLE = tuple(name for name in NAMES if name != "lse_residual")
 
 
 def mixture(found: dict[str, Tensor]) -> Tensor:
@@ -535,10 +536,10 @@ TEACHER = merged(
     some(unlabelled=[True], empty=[True], peak=(8.0, 0.25), given=("bfloat16", "float16", "float64")),
 )
 USED = one(used=[("logps",), ("lse",), ("logps", "lse"), ("logps", "entropy"), ("entropy",)])
-STATS = st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple)
+STATS = st.lists(st.sampled_from(OBSERVABLE), unique=True).map(tuple)
 OWN = st.fixed_dictionaries(
     {
-        "differentiates": st.lists(st.sampled_from(STATISTICS[:4]), min_size=1, unique=True).map(tuple),
+        "differentiates": st.lists(st.sampled_from(DIFFERENTIABLE), min_size=1, unique=True).map(tuple),
         "observes": STATS,
     }
 )

@@ -6,7 +6,6 @@ the (C, H) matrices of the products, which are narrower than the (C, V) chunk.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import ClassVar
 
 import torch
@@ -22,6 +21,7 @@ from logitless.kernels import fused_projection as fused
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
 from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.statistics import DIFFERENTIABLE, NAMES
 from logitless.kernels.matmul import piece_bytes, project
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 
@@ -40,8 +40,8 @@ class TokenReader(Reader):
         head_sums: see `fused_projection.head_sums`.
     """
 
-    statistics: ClassVar = tuple(field.name for field in fields(TokenBuffers))
-    differentiable: ClassVar = kernels.DIFFERENTIABLE
+    statistics: ClassVar = NAMES
+    differentiable: ClassVar = DIFFERENTIABLE
 
     is_multiple = False
     ref_weight: Tensor | None = None

@@ -6,10 +6,8 @@
                        logits
     logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token statistics
 
-With z the logits after the head transform (`kernels/head/transform.py`), p = softmax(z) and y the target:
-
-    d logp = onehot(y) - p      d entropy = -p (log p + entropy)
-    d lse = p                   d sum_logits = class_weights
+The logits z of the statistics are those after the head transform (`kernels/head/transform.py`).
+`statistics.py` has the formulas of all statistics and of their derivatives.
 
 Each operator has two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below, which
 processes a few rows at a time so that its temporaries are small compared with the chunk. "In place" means
@@ -21,36 +19,20 @@ stride. The rows of the logits and of their gradient must be contiguous.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import make_dataclass
 
 import torch
 from torch import Tensor
 
 from logitless.kernels import uses_triton
+from logitless.kernels.head.statistics import COMPUTED_WITH, FLAGS, NAMES
 from logitless.kernels.head.transform import LogitTransform
 
 
-@dataclass
-class TokenBuffers:
-    """Per-token statistics (n,), fp32 (fp64 for fp64 logits); None for a statistic that is not requested.
-
-    The statistics are grouped into four levels of cost, which are marked below. Requesting a statistic
-    computes its level and all lower levels. The kernels' pointer arguments, and the table that the ranks of a
-    sharded vocabulary gather (`shards.py`), depend on the order of the fields.
+class TokenBuffers(make_dataclass("TokenBuffers", [(name, Tensor | None, None) for name in NAMES])):
+    """The statistics of `STATISTICS` by name, (n,) each, fp32 (fp64 for fp64 logits); None for a statistic
+    that is not requested.
     """
-
-    # First level.
-    logps: Tensor | None = None
-    lse: Tensor | None = None
-    # Rounding error of lse: exp((z - lse) - lse_residual) is accurate even if lse is large.
-    lse_residual: Tensor | None = None
-    # Second level.
-    entropy: Tensor | None = None
-    is_top1: Tensor | None = None
-    # Third level.
-    sum_logits: Tensor | None = None
-    # Fourth level.
-    log_sum_sq_probs: Tensor | None = None
 
     def items(self) -> list[tuple[str, Tensor]]:
         """(name, buffer) of the requested statistics, in the order of the fields."""
@@ -58,7 +40,11 @@ class TokenBuffers:
 
     def pointers(self) -> list[Tensor]:
         """All statistics in order, as arguments of a kernel; lse replaces a statistic that is None."""
-        return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
+        return [self.lse if (x := getattr(self, name)) is None else x for name in NAMES]
+
+    def flags(self) -> dict[str, bool]:
+        """The constexprs of a kernel that switch the levels on."""
+        return {flag: getattr(self, name) is not None for flag, name in FLAGS.items()}
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
         buffers = self.items()
@@ -70,24 +56,9 @@ class TokenBuffers:
         return TokenBuffers(**{name: x[rows] for name, x in buffers})
 
 
-_NAMES = tuple(f.name for f in fields(TokenBuffers))
-# Statistics that `logits_gradient` differentiates.
-DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
-# The last statistic of each level; and statistic -> all statistics of its level and of lower levels.
-_LAST_OF_LEVEL = ("lse_residual", "is_top1", "sum_logits", "log_sum_sq_probs")
-_UP_TO_LEVEL: dict[str, tuple[str, ...]] = {}
-for _last in _LAST_OF_LEVEL:
-    _up_to = _NAMES[: _NAMES.index(_last) + 1]
-    _UP_TO_LEVEL |= {name: _up_to for name in _up_to if name not in _UP_TO_LEVEL}
-
-
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named statistics and all statistics that are computed with them, which include logps and lse."""
-    computed = _UP_TO_LEVEL["lse"]
-    for name in names:
-        if len(_UP_TO_LEVEL[name]) > len(computed):
-            computed = _UP_TO_LEVEL[name]
-    return computed
+    return max([COMPUTED_WITH[name] for name in ("lse", *names)], key=len)
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:

@@ -392,10 +392,10 @@ def row_pass(
     logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient, maxima=None
 ):
     write = gradient is not None
-    total = out.sum_logits is not None
     check_rows(logits=logits, gradient=gradient if write else logits)
     check_written(**dict(out.items()))
-    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if total else None, out.lse)
+    weights = None if out.sum_logits is None else class_weights
+    pointers, scalars, flags = vocabulary_arguments(head, bias, weights, out.lse)
     row_scale = torch.empty_like(out.lse) if write else out.lse
     grad = gradient if write else logits
     row_kernel[(logits.shape[0],)](
@@ -413,9 +413,7 @@ def row_pass(
         *scalars,
         **flags,
         TILE=0 if maxima is None else TILE,
-        EXTRA=out.entropy is not None,
-        SUM=total,
-        SQUARES=out.log_sum_sq_probs is not None,
+        **out.flags(),
         WRITE=write,
         ALIAS=grad.dtype != logits.dtype,
         BLOCK=BLOCK if out.entropy is not None else LONG_BLOCK,

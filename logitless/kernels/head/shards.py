@@ -4,16 +4,8 @@
     merge_gradient   merge the statistics, and convert the result of `logprob_gradient` to that of the whole
                      vocabulary
 
-`parallel/vocabulary.py` has the formulas of lse, log p and entropy. With w_r, the probability of shard r, as
-there:
-
-    sum_logits = sum_r sum_logits_r
-    log_sum_sq_probs = log sum_r w_r^2 exp(log_sum_sq_probs_r)
-    is_top1 = 1 if the target is the first of the largest logits of its shard, the largest logit of every
-              earlier shard is smaller than the target's, and that of every later shard is not larger
-
-Every rank computes the same result. There are up to seven statistics per token. On a GPU, one kernel replaces
-about fifty PyTorch launches between two products.
+`statistics.py` has the formulas. Every rank computes the same result. On a GPU, one kernel replaces about
+fifty PyTorch launches between two products.
 """
 
 import math
@@ -23,10 +15,9 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers, stat_names
+from logitless.kernels.head.statistics import STATISTICS, TIE, MergedSoftmax
 from logitless.kernels.head.transform import LogitTransform
 
-# Logits of different shards count as equal if they differ by at most this many rounding errors of lse.
-TIE = 4
 # Lower bound of the log-probability of a shard. The gradient in a shard with a smaller probability is
 # negligible. Without the bound, the target's entry, which is divided by the probability of the shard, would
 # overflow.
@@ -92,35 +83,33 @@ def _has_kernel(shards: Tensor, out: TokenBuffers) -> bool:
 
 def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
     """Write the statistics to `out`, and return the log-probability (C,) of this rank's shard."""
-    stats = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
-    lse_r, logps_r = stats["lse"], stats["logps"]
-    residual_r = torch.where(lse_r.isfinite(), stats["lse_residual"], 0.0)
-    top = lse_r.amax(0)
-    shares = (lse_r - top + residual_r).exp()
-    whole = shares.sum(0)
-    shares = shares / whole
-    log_whole = whole.log()
-    lse = top + log_whole
-    combined = {"lse": lse, "lse_residual": torch.where(lse.isfinite(), (top - lse) + log_whole, 0.0)}
+    buffers = out.items()
+    stats = dict(zip((name for name, _ in buffers), shards.unbind(1), strict=True))
+    softmax = _merge_softmax(stats["logps"], stats["lse"], stats["lse_residual"])
+    merges = {statistic.name: statistic.merge for statistic in STATISTICS}
+    for name, buffer in buffers:
+        buffer.copy_(torch.where(columns == ignore_index, 0.0, merges[name](softmax, stats[name])))
+    return softmax.shares[rank].log()
 
-    z_y = (logps_r + lse_r + residual_r).amax(0)
-    owner = logps_r > -torch.inf
+
+def _merge_softmax(logps: Tensor, lse: Tensor, residual: Tensor) -> MergedSoftmax:
+    """The softmax of the whole vocabulary, from the statistics (R, C) of the shards."""
+    residual = torch.where(lse.isfinite(), residual, 0.0)
+    top = lse.amax(0)
+    shares = (lse - top + residual).exp()
+    whole = shares.sum(0)
+    log_whole = whole.log()
+    merged = top + log_whole
+
+    z_y = (logps + lse + residual).amax(0)
+    has_target = logps > -torch.inf
     # All sums exclude the target, so that 1 - p of a confident token is accurate.
-    others = torch.where(owner, torch.expm1(-logps_r), (lse_r - z_y + residual_r).exp()).sum(0)
-    combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
-    if "entropy" in stats:
-        combined["entropy"] = (shares * stats["entropy"] - torch.xlogy(shares, shares)).sum(0)
-        # Among equal logits, the first one is the arg-max.
-        slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
-        ranks = torch.arange(len(shards), device=lse.device)[:, None]
-        earlier = ranks < owner.long().argmax(0)
-        beaten = torch.where(earlier, stats["is_top1"] >= z_y - slack, stats["is_top1"] > z_y + slack)
-        combined["is_top1"] = torch.where(owner, stats["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
-    if "sum_logits" in stats:
-        combined["sum_logits"] = stats["sum_logits"].sum(0)
-    if "log_sum_sq_probs" in stats:
-        # For a shard in which all p are 0, the logarithm is -inf, which does not contribute to the sum.
-        combined["log_sum_sq_probs"] = (2 * shares.log() + stats["log_sum_sq_probs"]).logsumexp(0)
-    for name, x in combined.items():
-        getattr(out, name).copy_(torch.where(columns == ignore_index, 0.0, x))
-    return shares[rank].log()
+    others = torch.where(has_target, torch.expm1(-logps), (lse - z_y + residual).exp()).sum(0)
+    return MergedSoftmax(
+        logps=torch.where(z_y - merged > -0.5, -torch.log1p(others), (z_y - top) - log_whole),
+        lse=merged,
+        lse_residual=torch.where(merged.isfinite(), (top - merged) + log_whole, 0.0),
+        shares=shares / whole,
+        target_logit=z_y,
+        has_target=has_target,
+    )

@@ -22,6 +22,7 @@ from logitless.kernels.head.cross_entropy import (
     single_pass,
     token_statistics,
 )
+from logitless.kernels.head.statistics import DIFFERENTIABLE, NAMES
 from logitless.kernels.head.transform import LogitTransform
 from tests.cases import DTYPES, covering_array
 from tests.kernels.support import DEVICE, INTERPRETED, TWINS, Random, rounded
@@ -41,8 +42,6 @@ if INTERPRETED:  # which is slow; this pair adds nothing to "fp16" and "to bf16"
 pairs = pytest.mark.parametrize(
     ("dtype", "gradient_dtype"), [(DTYPES[a], DTYPES[b]) for a, b in PAIRS.values()], ids=PAIRS
 )
-EVERYTHING = ("sum_logits", "log_sum_sq_probs")
-DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
 
 
 @dataclass
@@ -205,7 +204,7 @@ def check_gradient(
 
 def check_everything(c: Chunk, *, tiny: float = 1e-6, zero: float = 0.0, gradients=DIFFERENTIABLE) -> None:
     """Every operator on one chunk."""
-    stats = statistics(c, *EVERYTHING)
+    stats = statistics(c, *NAMES)
     check_numbers(c, stats, tiny=tiny)
     if single_pass(c.gradient_dtype):
         for names in ((), ("entropy",)):
@@ -264,7 +263,7 @@ def test_options(case):
 @pairs
 def test_numbers_do_not_depend_on_what_is_asked_for(dtype, gradient_dtype):
     c = chunk(Random().normal(5, 1500), [0, 1, IGNORED, 1499, 1024], dtype, gradient_dtype)
-    everything = dict(statistics(c, *EVERYTHING).items())
+    everything = dict(statistics(c, *NAMES).items())
     for names in ((), ("entropy",), ("is_top1",), ("sum_logits",)):
         for name, value in statistics(c, *names).items():
             # Not the same bits: a compiler may contract other products and sums.
@@ -453,7 +452,7 @@ def test_nan_stays_nan_and_in_its_row(case):
 @pytest.mark.parametrize("operator", ["single pass", "logits_gradient"])
 def test_same_call_same_bits(operator):
     c = chunk(Random().normal(7, V) * 4, list(range(7)), torch.bfloat16, torch.bfloat16)
-    stats = statistics(c, *EVERYTHING)
+    stats = statistics(c, *NAMES)
 
     def call() -> Tensor:
         return (
