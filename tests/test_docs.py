@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from logitless.tools.cards import SUPPORT
+
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```python(?: title="not run: ([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 TEXTS = {
@@ -133,6 +135,13 @@ def test_the_page_of_fused_layers_has_the_tests_table():
     from tests.layers.every_fused import families
 
     assert f"<!-- families -->\n{families()}\n<!-- /families -->" in TEXTS["docs/layers.md"]
+
+
+def test_the_table_of_devices_is_the_doctors():
+    lines = ["| device | architecture | what runs | state |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in SUPPORT]
+    table = "\n".join(["<!-- devices -->", *lines, "<!-- /devices -->"])
+    assert table in TEXTS["docs/versions.md"], f"docs/versions.md: expected\n{table}"
 
 
 @pytest.fixture(scope="module")
