@@ -1,8 +1,8 @@
 """What README.md and docs say about other libraries, and where the source of the named release shows it.
 
-A claim names a sentence of a page, or a cell of the table of features in docs/why.md, and a file of a wheel.
-tests/test_peer_claims.py looks for the sentences; `make test-peers` installs the wheels and looks for the files,
-signatures and texts.
+A claim names a sentence of a page, or a cell of the table of features in docs/why.md, and a file of a
+wheel. tests/test_peer_claims.py looks for the sentences. `make test-peers` installs the wheels and looks for
+the files, signatures and texts.
 """
 
 import ast
