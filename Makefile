@@ -12,7 +12,7 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-frameworks test-oldest test-newest test-gpu test-gpus test-peers mutants random lint docs
+.PHONY: demo test test-all test-frameworks test-oldest test-newest test-gpu test-gpus test-peers mutants random lint docs candidate
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -86,6 +86,19 @@ lint: $(VENV)/.ready
 # The site, in site/; a link that leads nowhere fails. Its tools have an environment of their own, without torch.
 docs: $(VENV)/docs/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+
+# A release candidate in dist/: wheel and source distribution, their metadata, and the wheel in an environment of its own, with
+# torch alone and then with TRL. Nothing is uploaded.
+candidate: $(VENV)/.ready
+	rm -rf dist $(VENV)/candidate
+	$(PY) -m hatchling build -d dist
+	$(PYTHON) -m venv $(VENV)/candidate
+	$(VENV)/candidate/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	$(VENV)/candidate/bin/python -I tests/run_readme.py 1
+	$(VENV)/candidate/bin/python -I -m logitless doctor
+	$(VENV)/candidate/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[trl]" twine
+	$(VENV)/candidate/bin/python -I tests/run_readme.py 9
+	$(VENV)/candidate/bin/python -m twine check --strict dist/*
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -64,7 +64,7 @@ def describe_support(device: torch.device) -> list[str]:
 
 def describe_machine(device: torch.device) -> list[str]:
     """Return the lines of the block for an issue: versions, device, and what is installed."""
-    runtime = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
+    runtime = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda or 'none'}"
     return [
         describe_versions([name for name in (*PACKAGES, *OTHERS) if _version(name)]),
         f"{platform.platform()}, torch for {runtime}",
