@@ -225,7 +225,12 @@ CLAIMS = (
     *(
         Claim(INDEX, f"| {step} | {{}} ms |", (source,))
         for step, source in zip(
-            ("TRL alone", "with the loss of logitless", "with its layers", "with both"),
+            (
+                "TRL alone",
+                "with the loss of logitless",
+                "with the layers of logitless",
+                "with loss and layers of logitless",
+            ),
             STEP_OF.values(),
             strict=True,
         )
