@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.claims import BENCHMARKS, WHY
 
-MIGRATE, PROOF, TRL_PAGE = "docs/migrate.md", "docs/proof.md", "docs/trl.md"
+MIGRATE, TRL_PAGE = "docs/migrate.md", "docs/trl.md"
 TORCH, LIGER, CCE = "torch==2.13.0", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1"
 QUACK, TRL, UNSLOTH = "quack-kernels==0.6.5", "trl==1.16.0", "unsloth_zoo==2026.10.9"
 RELEASES = (TORCH, LIGER, CCE, QUACK, TRL, UNSLOTH)
@@ -214,6 +214,13 @@ PEER_CLAIMS = (
     ),
     PeerClaim(
         LIGER,
+        BENCHMARKS,
+        "without them Liger computes chunks of 512 tokens in PyTorch",
+        LIGER_SCALED,
+        has=("_FALLBACK_CHUNK_SIZE = 512",),
+    ),
+    PeerClaim(
+        LIGER,
         MIGRATE,
         "the module's order: `(lin_weight, _input, target)`",
         LIGER_LOSS,
@@ -278,6 +285,13 @@ PEER_CLAIMS = (
         "logits in memory: a chunk of 4,096 rows x 32,768 columns",
         "trl/kernels/chunked_divergence.py",
         has=("TOKEN_CHUNK_SIZE = 4096", "VOCAB_CHUNK_SIZE = 32768"),
+    ),
+    PeerClaim(
+        TRL,
+        TRL_PAGE,
+        "replaces a difference below 1e-7 by 1e-7",
+        "trl/experimental/sdft/loss_utils.py",
+        has=("torch.clamp(log_s, max=-1e-7)",),
     ),
     PeerClaim(
         UNSLOTH,
