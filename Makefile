@@ -12,7 +12,7 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-frameworks test-oldest test-newest test-gpu test-gpus test-peers mutants random lint docs
+.PHONY: demo test test-all test-frameworks test-oldest test-newest test-gpu test-gpus test-peers mutants random lint docs candidate
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -62,9 +62,11 @@ test-newest: $(VENV)/transformers-$(NEW_TRANSFORMERS)/.ready
 	    tests/layers/test_bodies.py tests/layers/test_rewrite.py tests/layers/test_fuse_layers.py tests/layers/test_fused_models.py \
 	    tests/activations/test_fit.py tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
 
-# The rows of docs/migrate.md, beside the wheels of the other libraries.
+# The rows of docs/migrate.md, and what pages say about the other libraries, beside their wheels. Those of torch and TRL
+# are the venv's.
+PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 quack-kernels==0.6.5 unsloth_zoo==2026.10.9
 test-peers: $(VENV)/peers/.ready
-	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/peers $(PY) -m pytest tests/test_migration.py
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/peers $(PY) -m pytest tests/test_migration.py tests/test_peer_claims.py
 
 # 300 changes of one place each, of what is committed: two hours or more on two cores.
 mutants: $(VENV)/.ready
@@ -85,6 +87,19 @@ lint: $(VENV)/.ready
 docs: $(VENV)/docs/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
 
+# A release candidate in dist/: wheel and source distribution, their metadata, and the wheel in an environment of its own, with
+# torch alone and then with TRL. Nothing is uploaded.
+candidate: $(VENV)/.ready
+	rm -rf dist $(VENV)/candidate
+	$(PY) -m hatchling build -d dist
+	$(PYTHON) -m venv $(VENV)/candidate
+	$(VENV)/candidate/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	$(VENV)/candidate/bin/python -I tests/run_readme.py 1
+	$(VENV)/candidate/bin/python -I -m logitless doctor
+	$(VENV)/candidate/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[trl]" twine
+	$(VENV)/candidate/bin/python -I tests/run_readme.py 9
+	$(VENV)/candidate/bin/python -m twine check --strict dist/*
+
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
@@ -96,8 +111,8 @@ $(VENV)/docs/.ready: pyproject.toml constraints.txt
 	    "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
-$(VENV)/peers/.ready: $(VENV)/.ready
-	$(PY) -m pip install --quiet --no-deps --target $(@D) liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+$(VENV)/peers/.ready: $(VENV)/.ready Makefile
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) $(PEERS)
 	touch $@
 
 $(VENV)/trl-%/.ready: $(VENV)/.ready

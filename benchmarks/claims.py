@@ -225,7 +225,12 @@ CLAIMS = (
     *(
         Claim(INDEX, f"| {step} | {{}} ms |", (source,))
         for step, source in zip(
-            ("TRL alone", "with the loss of logitless", "with its layers", "with both"),
+            (
+                "TRL alone",
+                "with the loss of logitless",
+                "with the layers of logitless",
+                "with loss and layers of logitless",
+            ),
             STEP_OF.values(),
             strict=True,
         )
@@ -275,6 +280,11 @@ CLAIMS = (
         WHY,
         "it takes {} times its matrix products, the compiled loss {}",
         (ce(FEW, "logitless"), ce(FEW, "torch.compile")),
+    ),
+    Claim(
+        WHY,
+        "is off by {}% with the filter and by {}% without it, that of logitless by {}%",
+        tuple(off(READ, name) for name in ("CCE (filtered)", "CCE (no filter)", "logitless")),
     ),
     Claim(BENCHMARKS, "its loss is off by {} to {}%", TORCH_OFF),
     Claim(WHY, "Its loss is off by {} to {}%", TORCH_OFF),

@@ -6,6 +6,7 @@
 * An entry for each argument, also where a docstring explains several together; fields of named tuples,
   whose types griffe finds below `Attributes:` alone. Where a function's arguments are as in others of its
   module, the entries of those.
+* The inputs of a loss's call as a list; griffe has them as one paragraph.
 """
 
 import ast
@@ -15,6 +16,7 @@ import griffe
 
 SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\*{0,2}\w+(?:, \w+)*): ((?:.*\n)(?:     .*\n|\n)*)", re.MULTILINE)
+INPUTS = re.compile(r"^Inputs:\n((?:    .*\n|\n)+)", re.MULTILINE)
 SAME = re.compile(r"(?:Other a|A)rguments as in (`\w+`(?: and `\w+`)?)\.\s*")
 EVERY_LOSS = "logitless.losses.linear.LinearLoss"
 # Bases whose options have an anchor each, `logitless.TokenLoss(return_logps)`, and what the others call them.
@@ -101,7 +103,14 @@ def with_own_entries(x: griffe.Object) -> str:
         title = "Attributes" if fields and section[1] == "Args" else section[1]
         return f"{title}:\n{listed(entries)}\n"
 
-    return SECTION.sub(apart, f"{x.docstring.value}\n").rstrip()
+    text = SECTION.sub(apart, f"{x.docstring.value}\n")
+    return INPUTS.sub(with_inputs, text).rstrip()
+
+
+def with_inputs(section: re.Match) -> str:
+    """`Inputs:` of a docstring as a list."""
+    entries = (f"* `{name}`: {' '.join(text.split())}\n" for name, text in ENTRY.findall(section[1]))
+    return f"**Inputs:**\n\n{''.join(entries)}\n"
 
 
 def arguments_of(function: griffe.Function) -> dict[str, str]:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from logitless import CrossEntropyLoss, count_targets, global_num_items
+from logitless.models import head_of
 
 
 class Trainee(nn.Module):
@@ -35,8 +36,7 @@ class Trainee(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
         hidden = self.model.base_model(input_ids=ids).last_hidden_state
-        head = self.model.get_output_embeddings()
-        return self.loss(hidden, head.weight, labels, shift=True, num_items=num_items).loss
+        return self.loss(hidden, head_of(self.model), labels, shift=True, num_items=num_items).loss
 
 
 def sharded(model: nn.Module, device: torch.device) -> Trainee:

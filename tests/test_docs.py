@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import logitless
+from logitless.tools.cards import SUPPORT
+
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```python(?: title="not run: ([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 TEXTS = {
@@ -133,6 +136,21 @@ def test_the_page_of_fused_layers_has_the_tests_table():
     from tests.layers.every_fused import families
 
     assert f"<!-- families -->\n{families()}\n<!-- /families -->" in TEXTS["docs/layers.md"]
+
+
+def test_papers_are_those_of_the_docstrings():
+    found = re.findall(r"^\| \[`(\w+)`\]\[\w+\] \| (.*) \| [^|]*\|$", TEXTS["docs/choosing.md"], re.MULTILINE)
+    links = [(name, link) for name, cell in found for link in re.findall(r"\((https:[^)]+)\)", cell)]
+    assert len(links) > 15
+    for name, link in links:
+        assert link in getattr(logitless, name).__doc__, (name, link)
+
+
+def test_the_table_of_devices_is_the_doctors():
+    lines = ["| device | architecture, or type of device | what runs | state |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in SUPPORT]
+    table = "\n".join(["<!-- devices -->", *lines, "<!-- /devices -->"])
+    assert table in TEXTS["docs/versions.md"], f"docs/versions.md: expected\n{table}"
 
 
 @pytest.fixture(scope="module")

@@ -321,6 +321,8 @@ class DistillationLoss(LogitsLoss):
 class JSDLoss(DistillationLoss):
     """`DistillationLoss` with the generalized Jensen-Shannon divergence, the loss of GKD.
 
+    Reference: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649.
+
     Examples:
         >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
         >>> teacher = {"teacher_hidden": torch.randn(6, 4), "teacher_weight": torch.randn(32, 4)}

@@ -60,6 +60,7 @@ class Patch:
     checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
     last_plan: Plan | None = None
     has_warned: bool = False  # about a training step whose loss is not computed by the patch
+    has_warned_of_logits: bool = False  # about a trainer that predicts with a patched model
     deferral: Deferral = field(default_factory=Deferral, repr=False)
 
     @contextmanager
@@ -151,6 +152,7 @@ def _forward(model: nn.Module, patch: Patch, original: Callable, *args: Any, **k
     if not has_labels:
         # The model computes a loss only if there are labels; the loss then uses `shift_labels` alone.
         kwargs["labels"] = kwargs["shift_labels"]
+    _warn_of_missing_logits(model, patch)
     return_dict = kwargs.get("return_dict")
     if return_dict not in (None, True):
         remedy = "a tuple needs logits, which are not computed"
@@ -213,6 +215,21 @@ def _may_warn(module: nn.Module, patch: Patch) -> bool:
 def _warn_of_other_loss(patch: Patch, got: str, remedy: str) -> None:
     patch.has_warned = True
     warn(f"labels: expected labels in a training step, got {got}; {remedy}.", UserWarning)
+
+
+def _warn_of_missing_logits(model: nn.Module, patch: Patch) -> None:
+    """Warn once if transformers' Trainer calls the model for its logits, in `predict` or for its metrics."""
+    if torch.compiler.is_compiling() or patch.has_warned_of_logits or model.training:
+        return
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "prediction_step":
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("prediction_loss_only") is not False:
+        return
+    patch.has_warned_of_logits = True
+    remedy = "predict without the patch, or use apply_to(trainer) of logitless.trl_integration"
+    text = "expected a prediction step that reads the loss alone, got one that reads logits"
+    warn(f"logits: {text}; {remedy}.", UserWarning)
 
 
 def _calling_package() -> str:

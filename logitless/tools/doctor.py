@@ -1,6 +1,7 @@
-"""`python -m logitless doctor`: versions, the kernels of this machine, and checks of the main losses."""
+"""`python -m logitless doctor`: versions, this machine's kernels, checks of losses, a block for an issue."""
 
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 
 import torch
@@ -12,37 +13,72 @@ from logitless.kernels import GENERATIONS, fused_projection, uses_triton
 from logitless.kernels.head import divergence
 from logitless.losses import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss
 from logitless.losses.base import LinearLoss
+from logitless.tools.cards import find_support
 from logitless.tools.check import check
 from logitless.tools.samples import Samples
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft")
+# Also named in the block for an issue, where they are installed.
+OTHERS = ("accelerate", "deepspeed", "bitsandbytes", "torchao", "flash-attn", "vllm", "liger-kernel")
 
 
 def run_doctor() -> int:
-    """Print versions, kernels and checks; return 0 if every loss passes its check, else 1."""
+    """Print versions, kernels, checks and a block for an issue; return 0 if every loss passes, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
-    print(f"logitless {__version__}, python {platform.python_version()}, {versions}")
+    print(describe_versions(PACKAGES))
     print(f"device: {_describe_device(device)}; default logits_budget {default_budget(device) // MIB:,} MiB")
-    for line in (*describe_kernels(device), *describe_server_rounding()):
+    for line in (*describe_support(device), *describe_kernels(device), *describe_server_rounding()):
         print(line)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    all_passed = True
-    print(f"parity with full logits in fp64, {str(dtype).removeprefix('torch.')}, without torch.compile:")
+    parity = f"parity with full logits in fp64, {str(dtype).removeprefix('torch.')}, without torch.compile:"
+    print(parity)
+    wrong = []
     for loss, inputs in main_losses(device, dtype):
         # Compiling a loss of logits would take ten times as long as the rest of this command.
         with torch.compiler.set_stance("force_eager"):
             report = check(loss, **inputs)
         print(f"  {type(loss).__name__:16}  {'ok' if report else f'WRONG: {report}'}")
-        all_passed = all_passed and bool(report)
-    return 0 if all_passed else 1
+        if not report:
+            wrong.append(type(loss).__name__)
+    found = f"WRONG: {', '.join(wrong)}" if wrong else "ok"
+    block = "\n".join([*describe_machine(device), f"{parity} {found}"])
+    print(f"\nFor an issue, paste this block:\n\n```text\n{block}\n```")
+    return 1 if wrong else 0
 
 
-def _version(package: str) -> str:
+def describe_versions(packages: Sequence[str]) -> str:
+    """Return the versions of logitless, Python and packages, in one line."""
+    versions = ", ".join(f"{name} {_version(name) or 'not installed'}" for name in packages)
+    return f"logitless {__version__}, python {platform.python_version()}, {versions}"
+
+
+def describe_support(device: torch.device) -> list[str]:
+    """Return rows of the table of devices in docs/versions.md: of `device`, and of Intel's and Apple's GPUs.
+
+    The checks run on `device`, which is never a GPU of Intel or Apple.
+    """
+    others = [torch.device(name) for name in ("xpu", "mps") if getattr(torch, name).is_available()]
+    rows = [find_support(found) for found in (device, *others)]
+    return [f"{row.devices} ({row.architecture}): {row.kernels}; {row.state}" for row in rows]
+
+
+def describe_machine(device: torch.device) -> list[str]:
+    """Return the lines of the block for an issue: versions, device, and what is installed."""
+    runtime = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda or 'none'}"
+    return [
+        describe_versions([name for name in (*PACKAGES, *OTHERS) if _version(name)]),
+        f"{platform.platform()}, torch for {runtime}",
+        f"device: {_describe_device(device)}",
+        *describe_support(device),
+        *describe_kernels(device),
+    ]
+
+
+def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def _describe_device(device: torch.device) -> str:

@@ -1,15 +1,18 @@
 """LLaMA-Factory: the callback in a Trainer, and the command with LLaMA-Factory's own functions."""
 
+import dataclasses
 import logging
+import re
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 import transformers
+import yaml
 
 from logitless.integrations.llamafactory import INCOMPATIBLE_KEYS, LogitlessCallback, check_arguments, main
-from tests.integrations.support import REQUIRED, another_version, check_text, require
+from tests.integrations.support import PAGE, REQUIRED, another_version, check_text, require
 from tests.trl_integration.tiny import VOCAB, tiny_model
 
 ROWS = [
@@ -133,3 +136,14 @@ def test_names_and_parameters():
     text = "".join(path.read_text() for path in (folder / "hparams").glob("*.py"))
     missing = [key for key in INCOMPATIBLE_KEYS if key not in text]
     assert not missing, f"hparams moved: expected {missing} among its keys ({REQUIRED})"
+
+
+def test_the_yaml_of_the_page_has_keys_of_llamafactory():
+    (text,) = re.findall(r"```yaml\n(stage: .*?)```", PAGE, re.DOTALL)
+    arguments = yaml.safe_load(text)
+    check_arguments(arguments)
+    folder = require("llamafactory") / "hparams"
+    known = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)} | {"do_train"}
+    for path in folder.glob("*_args.py"):
+        known |= set(re.findall(r"^    (\w+): ", path.read_text(), re.MULTILINE))
+    assert arguments.keys() <= known

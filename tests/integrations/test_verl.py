@@ -573,3 +573,16 @@ def test_fsdp2_with_the_head_in_a_unit_of_its_own():
 def test_megatrons_own_gather():
     require("megatron")
     check_ranks(in_processes(2, with_megatrons_gather), True)
+
+
+def test_the_command_of_the_page_names_options_that_verl_has():
+    (command,) = re.findall(r"python3 -m verl\.trainer\.main_ppo \\\n((?:    .*\n)+)", PAGE)
+    options = [line.strip(" \\").partition("=")[0] for line in command.splitlines()]
+    assert options[-1] == "actor_rollout_ref.model.external_lib" and len(options) > 8
+    config = require("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    known = yaml.safe_load(config.read_text())
+    for option in options:
+        found = known
+        for name in option.split("."):
+            assert name in found, option
+            found = found[name]

@@ -310,6 +310,25 @@ def test_gradient_checkpointing(reentrant):
     same_as_stock(model)
 
 
+def test_a_trainer_that_predicts_without_logits(tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    arguments = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_eval_batch_size": 1}
+    model = tiny_model()
+    undo = patch_model(model)
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(tmp_path, **arguments))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert trainer.evaluate(rows)["eval_loss"] > 0  # which reads the loss alone
+    expected = "logits: expected a prediction step that reads the loss alone, got one that reads logits"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        trainer.predict(rows)
+    assert len([each for each in caught if "logits" in str(each.message)]) == 1
+    undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert trainer.predict(rows).predictions.shape == (*IDS.shape, VOCAB)
+
+
 # --- forward passes that somebody else put on the instance
 
 
