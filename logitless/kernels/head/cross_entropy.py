@@ -47,13 +47,12 @@ class TokenBuffers(make_dataclass("TokenBuffers", [(name, Tensor | None, None) f
         return {flag: getattr(self, name) is not None for flag, name in FLAGS.items()}
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
-        buffers = self.items()
-        if isinstance(rows, slice) and buffers:
-            n = len(buffers[0][1])
-            # A slice of all rows needs no views, which would cost host time before the first product.
+        # A slice of all rows needs no views, which would cost host time before the first product.
+        if isinstance(rows, slice) and self.lse is not None:
+            n = self.lse.shape[0]
             if rows.indices(n) == (0, n, 1):
                 return self
-        return TokenBuffers(**{name: x[rows] for name, x in buffers})
+        return TokenBuffers(**{name: x[rows] for name, x in self.items()})
 
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
