@@ -2,8 +2,8 @@
 
     for span in plan.spans:                          # the rows that one evaluation of the loss needs
         for chunk in span.chunks:
-            logits = hidden @ weight.T               # product 1, within the budget
-            statistics = read(logits)                # Triton cross-entropy: a few numbers per token
+            statistics = read(chunk)                 # logits = hidden @ weight.T, product 1, within the budget;
+                                                     # Triton cross-entropy: a few numbers per token
         loss, d_statistics = evaluate(terms)         # the loss class: value, gradient, metrics
         for chunk in span.chunks:
             d_logits = write(logits, d_statistics)   # then both products of the gradients
@@ -174,7 +174,7 @@ class FusedLinearBase(torch.autograd.Function):
 
     Steps:
 
-    1. A loss checks and flattens its arguments to one `HeadCall` per head (`engine.call.prepare`; the
+    1. A loss checks and flattens its arguments to one `HeadCall` per head (`engine.call.make_head_call`; the
        loss's own `prepare` comes before it), and `run_calls` applies this Function.
     2. `forward` runs a pass: `solve` for a reduced loss, `token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the spans and runs the chunk loop (`run_spans`).

@@ -1,6 +1,6 @@
 """`HeadCall`: the part of a public call that belongs to one LM head.
 
-`prepare` checks the arguments of a public call and creates a `HeadCall`. Only Medusa and multi-token
+`make_head_call` checks the arguments of a public call and creates a `HeadCall`. Only Medusa and multi-token
 prediction have several heads, with one `HeadCall` each.
 
 `pack` converts the heads of a call to a flat list of tensors and a `Signature`; `unpack` is the inverse. Only
@@ -57,7 +57,7 @@ class TrainedIndices(NamedTuple):
 class HeadCall:
     """The part of a public call that belongs to one LM head: tensors with one row per token, and constants.
 
-    `prepare` creates it from the arguments of a call, and `unpack` from the tensors of a packed call.
+    `make_head_call` creates it from the arguments of a call, and `unpack` from the tensors of a packed call.
     """
 
     loss: LossSpec
@@ -174,7 +174,7 @@ def d_hidden_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def prepare(
+def make_head_call(
     loss: LossSpec,
     hidden: Tensor,  # (..., H)
     weight: Tensor | SplitHead,  # (V, H)

@@ -154,10 +154,14 @@ def _key(
         *_grouping(loss, batch),
         factors.units,
         batch.given_targets.device,
-        torch.is_autocast_enabled(batch.given_targets.device.type),
+        _autocast_dtype(batch.given_targets.device.type),
         *[(name, x.dtype, x.shape[1:]) for name, x in statistics.items()],
         *[(name, x.dtype, x.shape if roles.get(name) in FIXED else x.shape[1:]) for name, x in inputs],
     )
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _given(loss: LossSpec, batch: Batch) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar, Unpack, get_args, get_origin
 
 from torch import Tensor
 
-from logitless.engine.call import HeadCall, prepare
+from logitless.engine.call import HeadCall, make_head_call
 from logitless.engine.layout import SequenceLayout
 from logitless.engine.operands import MASKS, SplitHead, check_data
 from logitless.engine.plan import Plan
@@ -68,7 +68,7 @@ class CallArguments:
 
     def head_call(self) -> HeadCall:
         """Check each input by its role, and return the call as a `HeadCall` with one row per token."""
-        return prepare(
+        return make_head_call(
             self.loss,
             self.hidden,
             self.weight,

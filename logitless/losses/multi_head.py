@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.base import Mode, run_calls
-from logitless.engine.call import Layers, prepare
+from logitless.engine.call import Layers, make_head_call
 from logitless.engine.graph_names import constant_in_graphs, register_module
 from logitless.engine.operands import (
     SplitHead,
@@ -151,7 +151,7 @@ class MultiHeadLoss(CrossEntropyLoss):
             if part.constant_head:
                 weight = weight.detach()
                 bias = None if bias is None else bias.detach()
-            head_call = prepare(
+            head_call = make_head_call(
                 loss, part.hidden, weight, labels, bias, {}, num_items=num_items, cu_seqlens=cu_seqlens
             )
             # Parts with the same hidden states share one flattened tensor, so that it gets a single gradient.

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from logitless.engine.call import HeadCall, pack, prepare, unpack
+from logitless.engine.call import HeadCall, pack, make_head_call, unpack
 
 OPTIONS = ("num_items", "shift", "cu_seqlens")
 
 
 def given(loss, hidden: Tensor, weight, targets: Tensor, bias: Tensor | None = None, **inputs) -> HeadCall:
-    return prepare(
+    return make_head_call(
         loss,
         hidden,
         weight,
