@@ -2,14 +2,17 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import torch
 import typer
 
 from benchmarks.report import RESULTS
+from logitless import kernels
 
 Out = Annotated[
     Path | None,
@@ -28,6 +31,13 @@ Skip = Annotated[
     typer.Option(help="Leave out implementations whose name is or contains this; repeatable."),
 ]
 Seconds = Annotated[float, typer.Option(help="Time to spend on the timed rounds of each shape.")]
+
+
+@contextmanager
+def portable_kernels() -> Iterator[None]:
+    """Context in which this GPU runs the kernels of GPUs without kernels of their own."""
+    with mock.patch.object(kernels, "_generation", lambda device: None):
+        yield
 
 
 def chosen_device(name: str, quick: bool) -> torch.device:
