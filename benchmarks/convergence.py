@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,14 @@ class Proof:
         self.document, self.device, self.settings, self.out, self.say = document, device, settings, out, say
         self.began = time.perf_counter()
         self.size = curves.QUICK if settings.quick else curves.FULL
-        text = proof_data.bytes_of_the_library() if settings.quick else proof_data.load_text(settings.data)
-        self.trainer = Trainer(text, self.size, device, settings.long_steps)
         self.model: torch.nn.Module | None = None  # after the long run
         self.heads: dict[int, Head] = {}
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        quick, data = self.settings.quick, self.settings.data
+        text = proof_data.bytes_of_the_library() if quick else proof_data.load_text(data)
+        return Trainer(text, self.size, self.device, self.settings.long_steps)
 
     def run(self) -> None:
         document = self.document

@@ -68,7 +68,7 @@ def proof_on_trained_models(
         raise typer.BadParameter(
             f"--part: expected one of {', '.join(PARTS)}, got {', '.join(parts or [])}; pick some of these."
         )
-    if not quick and not (data / proof_data.TEXT).exists():
+    if not quick and chosen != ("outcomes",) and not (data / proof_data.TEXT).exists():
         raise typer.BadParameter(
             f"--data: expected a folder with {proof_data.TEXT}, got {data}; run `python -m benchmarks "
             "convergence-data`, or pass its folder."
