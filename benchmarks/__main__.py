@@ -82,6 +82,7 @@ ELSEWHERE = {
     "lora": ("howto/lora.md", lora.for_page),
     "topk": ("several_ids.md", several_ids.for_page),
     "rounding": ("sampling.md", emulation.for_page),
+    "ce-portable": ("proof.md", pages.table),
     "speculators": ("howto/speculators.md", pages.table),
 }
 
