@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isfinite
 from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from statistics import mean
@@ -250,6 +251,9 @@ def measure(start: Start, name: str, seed: int, fault: dict[str, Any] | None = N
         variant: recipe.train(start, seed, **how, **((fault or {}) if variant == "flag" else {}))
         for variant, how in VARIANTS.items()
     }
+    for variant, run in runs.items():
+        if not isfinite(run.metric):
+            raise ValueError(f"{variant}: expected a finite metric, got {run.metric}.")
     stock = runs["stock"].series
     return {
         "seed": seed,

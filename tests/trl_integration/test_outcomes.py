@@ -1,12 +1,12 @@
 """Outcomes of recipes: a fault of the run with the flag is seen beside the null."""
 
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import pytest
 
 from benchmarks import outcomes
-from benchmarks.outcomes import Start, measure, measured, parted, summary
+from benchmarks.outcomes import RECIPES, Start, measure, measured, parted, summary
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,12 @@ def test_verdicts():
 def test_the_step_at_which_runs_part():
     assert parted([1.0, 2.0, 0.0], [1.0, 2.01, 0.0]) is None
     assert parted([1.0, 2.0, 0.0], [1.0, 2.03, 0.0]) == 2 and parted([0.0], [1e-9]) == 1
+
+
+def test_a_metric_that_is_not_finite_fails(start, monkeypatch):
+    monkeypatch.setitem(RECIPES, "Medusa", replace(RECIPES["Medusa"], metric=lambda *given: nan))
+    ((_, found),) = measured(start, [("Medusa", 0)], 1, lambda: inf)
+    assert "finite" in found["failed"]
 
 
 def test_what_fails_or_has_no_time_is_told(start):
