@@ -6,6 +6,7 @@ from math import inf, nan
 import pytest
 
 from benchmarks import outcomes
+from benchmarks.convergence import failed
 from benchmarks.outcomes import RECIPES, Start, measure, measured, parted, summary
 
 
@@ -57,6 +58,14 @@ def test_what_fails_or_has_no_time_is_told(start):
     ((unit, found),) = measured(start, units[:1], 1, lambda: inf)
     assert unit == units[0] and "KeyError" in found["failed"]
     assert not [*measured(start, units, 1, lambda: 0.0)]
+
+
+def test_a_difference_fails_the_command():
+    differs = {"name": "DPO", "seeds": [], "verdict": "difference"}
+    broken = {"name": "SFT", "seeds": [{"seed": 0, "failed": "no"}], "verdict": "failed"}
+    equal = {"name": "GRPO", "seeds": [], "verdict": "none found, smaller than 0.1"}
+    found = failed({"quick": False, "outcomes": [differs, broken, equal]})
+    assert found == ["outcomes of DPO: a difference", "outcomes of SFT: no"]
 
 
 @pytest.mark.slow
