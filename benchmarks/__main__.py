@@ -35,7 +35,7 @@ from benchmarks import rounding as emulation
 from benchmarks import sampler as kept_ids
 from benchmarks import tensor_parallel as shards
 from benchmarks import topk as several_ids
-from benchmarks.ce import CE
+from benchmarks.ce import CE, CE_PORTABLE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
 from benchmarks.medusa import MEDUSA
@@ -51,6 +51,7 @@ from benchmarks.options import (
     finish,
     out_path,
     picked,
+    portable_kernels,
     speaker,
 )
 from benchmarks.own_rows import HOST_CALLS, ROWS
@@ -82,6 +83,7 @@ ELSEWHERE = {
     "topk": ("several_ids.md", several_ids.for_page),
     "rounding": ("sampling.md", emulation.for_page),
     "small": ("howto/small-batches.md", small.for_page),
+    "ce-portable": ("proof.md", pages.table),
     "speculators": ("howto/speculators.md", pages.table),
 }
 
@@ -103,6 +105,21 @@ def ce(
     """Cross-entropy: us and every installed peer, at the four shapes of the design and with half the labels
     ignored."""
     compare("ce", CE, parsed(CE, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+
+
+@app.command()
+def ce_portable(
+    shapes: Shapes = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    seconds: Seconds = 4.0,
+) -> None:
+    """Cross-entropy by the portable kernels, those of GPUs other than Hopper: logits rounded to bf16, and in
+    fp32."""
+    picked = parsed(CE_PORTABLE, shapes)
+    with portable_kernels():
+        compare("ce-portable", CE_PORTABLE, picked, out, quick, device, (), (), seconds)
 
 
 @app.command()
@@ -594,10 +611,11 @@ def plot(
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
-    if proof := newest("convergence", results):
+    if proofs := every("convergence", results, partial=True):
+        proof = proof_tables.together([document for _, document in proofs])
         page = root / "docs" / "proof.md"
-        tables |= {(page, name): body for name, body in proof_tables.of_page(proof[1]).items()}
-        tables[page, "proof-origin"] = origin(proof[1], proof)
+        tables |= {(page, name): body for name, body in proof_tables.of_page(proof).items()}
+        tables[page, "proof-origin"] = origin(proof, *proofs)
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)
@@ -612,10 +630,10 @@ def plot(
         drawn = root / "docs" / "activations.png"
         activation_budgets.draw(fitted[1], drawn)
         typer.echo(f"{drawn}: drawn from {fitted[0]}")
-    if proof:
+    if proofs:
         drawn = root / "docs" / "proof.png"
-        proof_picture.draw(proof[1], drawn)
-        typer.echo(f"{drawn}: drawn from {proof[0]}")
+        proof_picture.draw(proof, drawn)
+        typer.echo(f"{drawn}: drawn from {', '.join(path.name for path, _ in proofs)}")
     if "layers" in documents:
         drawn = root / "docs" / "layers.png"
         layer_picture.draw(documents["layers"], drawn)

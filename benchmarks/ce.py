@@ -1,13 +1,13 @@
 """Cross-entropy of a linear head: the problem (shapes, inputs, fp32 truth)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from benchmarks.ce_peers import PEERS
+from benchmarks.ce_peers import FP32_LOGITS, PEERS, PORTABLE
 from benchmarks.measure import Truth, exact_products
 from benchmarks.objective import Goal, Objective, Problem
 from benchmarks.yardstick import yardstick
@@ -148,7 +148,14 @@ def goals(shape: Shape) -> dict[str, Goal]:
     }
 
 
+def portable_goals(shape: Shape) -> dict[str, Goal]:
+    """The memory of `goals`, for each dtype of the logits; no ratio."""
+    memory = replace(goals(shape)["logitless"], ratio=None)
+    return dict.fromkeys(("logitless", FP32_LOGITS), memory)
+
+
 CE = Objective(MEASURED, QUICK_SHAPES, Shape.parse, PEERS, problem, goals)
+CE_PORTABLE = Objective(SHAPES[:2], QUICK_SHAPES[:1], Shape.parse, PORTABLE, problem, portable_goals)
 
 
 def by_table(document: dict) -> dict[str, dict]:

@@ -31,6 +31,12 @@ def logitless_bf16():
     return CrossEntropyLoss(accum_dtype=torch.bfloat16)
 
 
+def logitless_fp32_logits():
+    from logitless import CrossEntropyLoss
+
+    return CrossEntropyLoss(logits_dtype=torch.float32)
+
+
 def eager_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ weight.t()).float(), targets)
 
@@ -165,3 +171,9 @@ def quack():
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy
+
+
+# Of the portable kernels, which other GPUs run: logits rounded to the dtype of the operands, and in fp32.
+FP32_LOGITS = "logitless, fp32 logits"
+PORTABLE = Peers([peer for peer in PEERS.peers if peer.name in ("logitless", "eager, fp32 upcast")])
+PORTABLE.add(FP32_LOGITS)(logitless_fp32_logits)

@@ -1,10 +1,11 @@
 """Whether the losses are right where it matters: on trained heads, and over a training run.
 
-Three parts, in the order of what they can show:
+Four parts, in the order of what they can show:
 
 1. gradients: errors against fp64 on the head of a real model and on heads of our own run, at several steps.
 2. shadow: the gradients of TRL's trainers and of the chunked loss at every step of a run.
 3. curves: training runs with each implementation, beside what PyTorch's loss does to itself.
+4. outcomes: what recipes reach on held-out prompts of a synthetic task, with the flag and without.
 
 Heads, models and text come from `proof_data`; our own run trains a Llama of 107M parameters.
 """
@@ -13,12 +14,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import curves, gradient_errors, proof_data
+from benchmarks import curves, gradient_errors, proof_data, proof_tables
 from benchmarks.curves import EAGER, VARIANTS, Trainer, key
 from benchmarks.gradient_errors import CE, DEFAULT, OBJECTIVES, Head, measure
 from benchmarks.options import picked
@@ -26,7 +28,7 @@ from benchmarks.peers import one_line, package_version
 from benchmarks.report import write_json
 from benchmarks.timing import release
 
-PARTS = ("gradients", "shadow", "curves")
+PARTS = ("gradients", "shadow", "curves", "outcomes")
 # A run of fp32 operands must agree to this, relative to the norm of the gradient; so must a planted fault be
 # seen to be above this multiple of it.
 SHADOW_LIMIT = 1e-5
@@ -46,6 +48,8 @@ class Settings:
     steps: int = 180  # of each compared run
     long_steps: int = 500  # of the run whose heads are looked at
     shadow_steps: int = 20
+    outcome_seeds: int = 8
+    jobs: int = 1  # processes that train for outcomes
     minutes: float = 30.0
     quick: bool = False
 
@@ -64,10 +68,14 @@ class Proof:
         self.document, self.device, self.settings, self.out, self.say = document, device, settings, out, say
         self.began = time.perf_counter()
         self.size = curves.QUICK if settings.quick else curves.FULL
-        text = proof_data.bytes_of_the_library() if settings.quick else proof_data.load_text(settings.data)
-        self.trainer = Trainer(text, self.size, device, settings.long_steps)
         self.model: torch.nn.Module | None = None  # after the long run
         self.heads: dict[int, Head] = {}
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        quick, data = self.settings.quick, self.settings.data
+        text = proof_data.bytes_of_the_library() if quick else proof_data.load_text(data)
+        return Trainer(text, self.size, self.device, self.settings.long_steps)
 
     def run(self) -> None:
         document = self.document
@@ -190,7 +198,8 @@ class Proof:
             return
         from benchmarks import shadow, shadow_heads
 
-        kinds = picked([*shadow.KINDS, *shadow_heads.KINDS], list(self.settings.trainers) or None)
+        words = list(self.settings.trainers) or (["SFT"] if self.settings.quick else None)
+        kinds = picked([*shadow.KINDS, *shadow_heads.KINDS], words)
         low = [torch.bfloat16] if self.device.type == "cuda" else []
         with tempfile.TemporaryDirectory() as folder:
             world = self.world(Path(folder))
@@ -236,8 +245,8 @@ class Proof:
     def curves(self) -> None:
         runs = self.document["runs"] = []
         calls = self.load(CE, named=(EAGER,))
+        longest = 0.0
         for seed in range(self.settings.seeds):
-            longest = 0.0
             for variant in VARIANTS:
                 if variant.implementation not in calls:
                     continue
@@ -254,12 +263,39 @@ class Proof:
                 )
                 longest = max(longest, run["seconds"])
                 runs.append({"name": name, "variant": variant.name} | run)
+                self.document["statistics"] = curves.statistics(runs)
                 self.say(f"{name}: held out {run['held_out']:.4f}, {run['seconds']:.1f} s")
                 self.write()
                 release(self.device)
         if runs:
-            self.document["statistics"] = curves.statistics(runs)
             self.say(f"curves\n{curves.table(self.document['statistics'])}")
+
+    # -- outcomes
+
+    def outcomes(self) -> None:
+        rows = self.document["outcomes"] = []
+        if package_version("trl") is None:
+            self.document["absent"]["outcomes"] = "trl is not installed"
+            return
+        from benchmarks import outcomes
+
+        names = picked(outcomes.RECIPES, list(self.settings.trainers) or None)
+        # Seed after seed, so that a run cut short has all recipes.
+        units = [(name, seed) for seed in range(self.settings.outcome_seeds) for name in names]
+        with tempfile.TemporaryDirectory() as folder:
+            start = outcomes.begin(Path(folder), self.device.type, quick=self.settings.quick)
+            by_name = {name: outcomes.row(name, start) for name in names}
+            rows += by_name.values()
+            missing = dict.fromkeys(units)
+            for unit, found in outcomes.measured(start, units, self.settings.jobs, self.left):
+                del missing[unit]
+                row = by_name[unit[0]]
+                row["seeds"].append(found)
+                row |= outcomes.summary(row)
+                self.say(f"outcomes: {outcomes.line(unit[0], found)}")
+                self.write()
+        self.document["left_out"] += [f"outcomes: {name}, seed {seed}" for name, seed in missing]
+        self.say(f"outcomes\n{proof_tables.outcomes(rows)}")
 
 
 def world_budget(quick: bool) -> int:
@@ -304,8 +340,8 @@ def shadow_line(section: dict) -> str:
 
 
 def failed(document: dict) -> list[str]:
-    """What of ours is wrong: an implementation that failed, a shadow gradient that differs, a curve that
-    differs."""
+    """What of ours is wrong: an implementation that failed, a shadow gradient, a curve or an
+    outcome that differs."""
     found = [
         f"{section['head']}, {section['objective']}, {row['name']}: {row['reason']}"
         for section in document.get("gradients", ())
@@ -325,4 +361,10 @@ def failed(document: dict) -> list[str]:
         # Runs of a few steps have no null to speak of.
         and not document["quick"]
     ]
+    for row in document.get("outcomes", ()):
+        reasons = [each["failed"] for each in row["seeds"] if "failed" in each]
+        # Two seeds of two steps show no difference.
+        if row["verdict"] == "difference" and not document["quick"]:
+            reasons.append("a difference")
+        found += [f"outcomes of {row['name']}: {reason}" for reason in reasons]
     return found

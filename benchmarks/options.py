@@ -2,18 +2,23 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import torch
 import typer
 
 from benchmarks.report import RESULTS
+from logitless import kernels
 
 Out = Annotated[
     Path | None,
-    typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick)."),
+    typer.Option(
+        help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick or for a part)."
+    ),
 ]
 Quick = Annotated[
     bool, typer.Option(help="Tiny shapes, any device, seconds: shows that everything runs, measures nothing.")
@@ -30,6 +35,13 @@ Skip = Annotated[
 Seconds = Annotated[float, typer.Option(help="Time to spend on the timed rounds of each shape.")]
 
 
+@contextmanager
+def portable_kernels() -> Iterator[None]:
+    """Context in which this GPU runs the kernels of GPUs without kernels of their own."""
+    with mock.patch.object(kernels, "_generation", lambda device: None):
+        yield
+
+
 def chosen_device(name: str, quick: bool) -> torch.device:
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -44,8 +56,13 @@ def chosen_device(name: str, quick: bool) -> torch.device:
     return device
 
 
+# A run of a part goes nowhere but to --out: in the folder of results it would replace whole tables.
+OF_PARTS = ("--only", "--skip", "--shapes", "--part", "--model", "--operator", "--row", "--trainer")
+
+
 def out_path(out: Path | None, document: dict) -> Path | None:
-    if out is not None or document["quick"]:
+    words = [word.partition("=")[0] for word in document["command"].split()]
+    if out is not None or document["quick"] or any(word in OF_PARTS for word in words):
         return out
     device = re.sub(r"[^a-z0-9]+", "-", document["device"].lower()).strip("-")
     return RESULTS / f"{document['benchmark']}-{device}-{document['date'][:10]}.json"

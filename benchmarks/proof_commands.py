@@ -1,5 +1,6 @@
 """The commands that prove the losses on trained models, and prepare the data for it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from benchmarks.options import (
     finish,
     out_path,
     picked,
+    portable_kernels,
     speaker,
 )
 from benchmarks.peers import package_version
@@ -34,7 +36,9 @@ def proof_on_trained_models(
     data: Data = proof_data.FOLDER,
     trainers: Annotated[
         list[str] | None,
-        typer.Option("--trainer", help="Only trainers whose name is or contains this; repeatable."),
+        typer.Option(
+            "--trainer", help="Only trainers and recipes whose name is or contains this; repeatable."
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="First weights and orders of the curves.")] = 5,
     steps: Annotated[int, typer.Option(min=2, help="Of each run that is compared.")] = Settings.steps,
@@ -42,22 +46,29 @@ def proof_on_trained_models(
         int, typer.Option(min=2, help="Of the run whose heads are looked at.")
     ] = Settings.long_steps,
     shadow_steps: Annotated[int, typer.Option(min=1, help="Of each trainer.")] = Settings.shadow_steps,
+    outcome_seeds: Annotated[
+        int, typer.Option(min=1, help="Orders of the prompts, of each recipe of the outcomes.")
+    ] = Settings.outcome_seeds,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that train for the outcomes.")] = 1,
     minutes: Annotated[float, typer.Option(help="Begin nothing that might not end within these.")] = 30.0,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
     only: Only = None,
     skip: Skip = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="With the kernels of GPUs other than Hopper.")
+    ] = False,
 ) -> None:
     """Gradients against fp64 on trained heads, shadow gradients of TRL's trainers, curves beside what PyTorch
-    does to itself."""
+    does to itself, outcomes of recipes."""
     target = chosen_device(device, quick)
     chosen = tuple(picked(PARTS, parts))
     if not chosen:
         raise typer.BadParameter(
             f"--part: expected one of {', '.join(PARTS)}, got {', '.join(parts or [])}; pick some of these."
         )
-    if not quick and not (data / proof_data.TEXT).exists():
+    if not quick and chosen != ("outcomes",) and not (data / proof_data.TEXT).exists():
         raise typer.BadParameter(
             f"--data: expected a folder with {proof_data.TEXT}, got {data}; run `python -m benchmarks "
             "convergence-data`, or pass its folder."
@@ -67,15 +78,18 @@ def proof_on_trained_models(
         data,
         tuple(only or ()),
         tuple(skip or ()),
-        tuple(trainers or (["SFT"] if quick else [])),
-        *((2, 4, 6, 2) if quick else (seeds, steps, long_steps, shadow_steps)),
+        tuple(trainers or ()),
+        *((2, 4, 6, 2, 1) if quick else (seeds, steps, long_steps, shadow_steps, outcome_seeds)),
+        jobs,
         minutes,
         quick,
     )
     versions = {name: package_version(name) for name in ("trl", "liger-kernel", "cut-cross-entropy")}
-    document = new_document("convergence", target, quick=quick, versions=versions)
+    benchmark = "convergence-portable" if portable else "convergence"
+    document = new_document(benchmark, target, quick=quick, versions=versions)
     path = out_path(out, document)
-    Proof(document, target, settings, path, speaker()).run()
+    with portable_kernels() if portable else nullcontext():
+        Proof(document, target, settings, path, speaker()).run()
     finish(path)
     if document["left_out"]:
         typer.echo("left out: " + "; ".join(document["left_out"]), err=True)

@@ -18,6 +18,27 @@ def section_of(document: dict, head: str, objective: str = "CE") -> dict:
     return found
 
 
+def together(documents: list[dict]) -> dict:
+    """Results of some parts as one, the oldest first: of a part that was run twice, the later."""
+    whole: dict = {}
+    for document in documents:
+        whole |= {name: found for name, found in document.items() if found or name not in whole}
+
+    def several(values: list[str | None]) -> str:
+        return " and ".join(dict.fromkeys(value for value in values if value))
+
+    absent = {name: why for document in documents for name, why in document["absent"].items()}
+    return whole | {
+        "device": several([document["device"] for document in documents]),
+        "versions": {
+            name: several([document["versions"].get(name) for document in documents])
+            for name in whole["versions"]
+        },
+        "absent": {name: why for name, why in absent.items() if name not in whole},
+        "left_out": [what for document in documents for what in document["left_out"]],
+    }
+
+
 def of_page(document: dict) -> dict[str, str]:
     """Each table of the page, by the name of its markers."""
     return {
@@ -26,6 +47,9 @@ def of_page(document: dict) -> dict[str, str]:
         "proof-objectives": objectives(document),
         "proof-shadow": shadow(document),
         "proof-curves": curves.table(document["statistics"], "github"),
+        "proof-outcomes": outcomes(document["outcomes"], "github")
+        if "outcomes" in document
+        else "*Not measured yet.*",
     }
 
 
@@ -94,3 +118,40 @@ def shadow(document: dict) -> str:
         "with the flag",
     ]
     return tabulate(body, headers, tablefmt="github", disable_numparse=True)
+
+
+def outcomes(rows: list[dict], form: str = "simple") -> str:
+    """A row for each recipe: the metric on held-out prompts, with the flag and from moved weights."""
+
+    def less(row: dict, variant: str) -> str:
+        found = row[variant]["interval"]
+        between = "" if found is None else ", {:+.4f} to {:+.4f}".format(*found)
+        return f"{row[variant]['mean']:+.4f}{between}"
+
+    body = []
+    for row in rows:
+        seeds = [each["parted"] for each in row["seeds"] if "failed" not in each]
+        cells = [row["name"], row["metric"], row["steps"], len(seeds)]
+        if seeds:
+            cells += [f"{row['before']:.3f}, {row['stock']:.3f}", less(row, "flag"), less(row, "moved")]
+            cells.append(" / ".join(parted([each[name] for each in seeds]) for name in ("flag", "moved")))
+        else:
+            cells += [""] * 4
+        body.append([*cells, row["verdict"]])
+    headers = [
+        "recipe",
+        "metric",
+        "steps",
+        "seeds",
+        "before, stock",
+        "flag - stock, 95%",
+        "moved - stock, 95%",
+    ]
+    headers += ["runs part: flag / moved", "difference"]
+    return tabulate(body, headers, tablefmt=form, disable_numparse=True)
+
+
+def parted(steps: list[int | None]) -> str:
+    """In how many seeds two runs have parted, and the first step."""
+    found = [step for step in steps if step is not None]
+    return f"{len(found)}, from step {min(found)}" if found else "0"

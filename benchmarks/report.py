@@ -109,6 +109,8 @@ def origin(document: dict, *runs: tuple[Path, dict]) -> str:
         lines.append(f"* Not measured: {absent}.")
     if stopped := document.get("stopped"):
         lines.append(f"* Not finished: {stopped}.")
+    if left_out := document.get("left_out"):
+        lines.append(f"* Left out for lack of time: {'; '.join(left_out)}.")
     lines += [f"* `benchmarks/results/{path.name}`: `{run['command']}`" for path, run in runs]
     return folded("Versions and commands", "\n".join(lines))
 

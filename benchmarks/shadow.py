@@ -51,7 +51,7 @@ class Kind:
     columns: Callable[[World], dict[str, list]]
     config: Callable[[World], dict[str, Any]] = lambda world: {}
     arguments: Callable[[World], dict[str, Any]] = lambda world: {}
-    lora: bool = False
+    lora: dict[str, Any] | None = None  # options of its LoraConfig
     trainer: str = ""  # the name of its class, where that is not its own
 
 
@@ -113,6 +113,8 @@ def other_model(world: World) -> dict[str, Any]:
     return {"teacher_model": teacher}
 
 
+# B of every adapter: of zeros, the gradient of A would be zero in the first step.
+NONZERO = {"init_lora_weights": False}
 KINDS: dict[str, Kind] = {
     "SFT": Kind(with_completion, lambda world: {"completion_only_loss": True}),
     "DPO": Kind(with_pairs, lambda world: {"beta": BETA}),
@@ -135,18 +137,29 @@ KINDS: dict[str, Kind] = {
         lambda world: other_model(world) | {"data_collator": collate},
     ),
     "SFT, LoRA": Kind(
-        with_completion, lambda world: {"completion_only_loss": True}, lora=True, trainer="SFT"
+        with_completion, lambda world: {"completion_only_loss": True}, lora=NONZERO, trainer="SFT"
     ),
-    "DPO, LoRA": Kind(with_pairs, lambda world: {"beta": BETA}, lora=True, trainer="DPO"),
+    "DPO, LoRA": Kind(with_pairs, lambda world: {"beta": BETA}, lora=NONZERO, trainer="DPO"),
 }
 
 
 def construct(
-    kind: str, world: World, folder: Path, *, steps: int, dtype: torch.dtype = torch.float32, **options: Any
+    kind: str,
+    world: World,
+    folder: Path,
+    *,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    made: Kind | None = None,
+    ours: bool = False,
+    **options: Any,
 ) -> transformers.Trainer:
-    """The stock trainer."""
-    made = KINDS[kind]
-    config, trainer = pair(made.trainer or kind, ours=False)
+    """A trainer of TRL, or that of `logitless.trl_integration`; `options` are those of its config.
+
+    `made`: how it is constructed, by default as in `KINDS`.
+    """
+    made = made or KINDS[kind]
+    config, trainer = pair(made.trainer or kind, ours=ours)
     on_gpu = torch.cuda.is_available()
     settings = {
         "output_dir": str(folder),
@@ -166,12 +179,11 @@ def construct(
         **options,
     }
     given: dict[str, Any] = made.arguments(world)
-    if made.lora:
+    if made.lora is not None:
         import peft
 
-        # Not zero at the start: the gradient of A would be.
         given["peft_config"] = peft.LoraConfig(
-            r=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+            r=8, target_modules="all-linear", task_type="CAUSAL_LM", **made.lora
         )
     torch.manual_seed(0)
     trained = trainer(

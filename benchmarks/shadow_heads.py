@@ -18,11 +18,18 @@ HEADS, DRAFT_STEPS, DECAY = 3, 3, 0.8
 Losses = tuple[list[nn.Parameter], Callable[..., Tensor], Callable[..., Tensor]]
 
 
-def medusa(model: nn.Module, *, stage: int, logits_budget: int | None) -> Losses:
-    """Stage 1 trains the heads, stage 2 the model as well."""
+def medusa_heads(model: nn.Module) -> MedusaHeads:
+    """Heads that start from the model's head."""
     width, ids = model.config.hidden_size, model.config.vocab_size
     heads = MedusaHeads(width, ids, num_heads=HEADS).to(model.device, model.dtype)
-    heads.start_from(model.get_output_embeddings().weight)
+    return heads.start_from(model.get_output_embeddings().weight)
+
+
+def medusa(
+    model: nn.Module, *, stage: int, logits_budget: int | None, heads: MedusaHeads | None = None
+) -> Losses:
+    """Stage 1 trains the heads, stage 2 the model as well."""
+    heads = medusa_heads(model) if heads is None else heads
     trained = [*heads.parameters(), *(model.parameters() if stage == 2 else ())]
     base = model.get_output_embeddings().weight if stage == 2 else None
     coefficient = 1.0 if stage == 2 else 0.0

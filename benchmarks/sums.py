@@ -15,6 +15,13 @@ LARGEST = 40
 TOKENS = 4  # of an answer: at most two digits, and the end
 
 
+# Symmetric: x+y is held out where y+x is.
+_DRAWN = torch.rand(LARGEST, LARGEST, generator=torch.Generator().manual_seed(0)).triu()
+_IS_HELD_OUT = _DRAWN + _DRAWN.triu(1).t() < 0.2
+TRAINED: list[list[int]] = (~_IS_HELD_OUT).nonzero().tolist()
+HELD_OUT: list[list[int]] = _IS_HELD_OUT.nonzero().tolist()
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(WORDS, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -24,8 +31,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def trained(steps: int, seed: int = 0) -> nn.Module:
-    """A model after this many steps on random sums."""
+def trained(steps: int, seed: int = 0, device: str = "cpu") -> nn.Module:
+    """A model after this many steps on random sums, none of them held out."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -41,13 +48,14 @@ def trained(steps: int, seed: int = 0) -> nn.Module:
             bos_token_id=EOS,
         )
     )
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        pairs = torch.randint(0, LARGEST, (64, 2), generator=generator).tolist()
+        pairs = [TRAINED[i] for i in torch.randint(len(TRAINED), (64,), generator=generator)]
         rows = [[*(WORDS[letter] for letter in f"{x}+{y}={x + y}"), EOS] for x, y in pairs]
         width = max(map(len, rows))
-        ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+        ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows], device=device)
         labels = ids.masked_fill(ids == PAD, -100)
         model(input_ids=ids, attention_mask=(ids != PAD).long(), labels=labels).loss.backward()
         optimizer.step()
@@ -66,26 +74,22 @@ def reward(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
     return found
 
 
-def questions(count: int, seed: int) -> list[tuple[int, int]]:
+def questions(count: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(pair) for pair in torch.randint(0, LARGEST, (count, 2), generator=generator).tolist()]
+    return [TRAINED[i] for i in torch.randint(len(TRAINED), (count,), generator=generator)]
 
 
-def world(folder: Path, *, steps: int, examples: int = 256, batch: int = 16) -> World:
+def texts(pairs: list[list[int]]) -> tuple[list[str], list[str], list[str]]:
+    """Prompts, right answers, and answers that are too large by 1 to 8."""
+    off = torch.randint(1, 9, (len(pairs),), generator=torch.Generator().manual_seed(6)).tolist()
+    wrong = [f"{x + y + more}" for (x, y), more in zip(pairs, off, strict=True)]
+    return [f"{x}+{y}=" for x, y in pairs], [f"{x + y}" for x, y in pairs], wrong
+
+
+def world(folder: Path, *, steps: int, examples: int = 256, batch: int = 16, device: str = "cpu") -> World:
     """The world of a model after `steps` steps, saved in the folder."""
-    trained(steps).save_pretrained(folder)
+    trained(steps, device=device).save_pretrained(folder)
     words = tokenizer()
     words.save_pretrained(folder)
-    pairs = questions(examples, 5)
-    off = torch.randint(1, 9, (examples,), generator=torch.Generator().manual_seed(6)).tolist()
-    return World(
-        f"sums, {steps} steps",
-        folder,
-        words,
-        [f"{x}+{y}=" for x, y in pairs],
-        [f"{x + y}" for x, y in pairs],
-        [f"{x + y + wrong}" for (x, y), wrong in zip(pairs, off, strict=True)],
-        reward,
-        TOKENS,
-        batch,
-    )
+    data = texts(questions(examples, 5))
+    return World(f"sums, {steps} steps", folder, words, *data, reward, TOKENS, batch)

@@ -28,6 +28,7 @@ from benchmarks import (
     own_rows,
     policy,
     preference,
+    proof_tables,
     report,
     speculators,
     steps,
@@ -69,6 +70,7 @@ def first_operator():
 
 COMMANDS = {
     "ce": (),
+    "ce-portable": (),
     "distillation": ("--skip", "TRL"),
     "speculators": (),
     "preference": ("--skip", "TRL"),
@@ -392,3 +394,19 @@ def test_pages_are_those_of_the_results(tmp_path):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run `python -m benchmarks plot`"
     for drawn in ("ce.png", "layers.png", "proof.png"):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_the_proof_are_shown_together():
+    first = {"device": "A", "versions": {"torch": "1", "cuda": None}, "absent": {"outcomes": "no"}}
+    first |= {"left_out": ["x"], "runs": [1], "gradients": [2]}
+    second = {"device": "B", "versions": {"torch": "2", "cuda": None}, "absent": {}}
+    second |= {"left_out": [], "runs": [], "gradients": [3], "outcomes": [4]}
+    assert proof_tables.together([first, second]) == {
+        "device": "A and B",
+        "versions": {"torch": "1 and 2", "cuda": ""},
+        "absent": {},
+        "left_out": ["x"],
+        "runs": [1],
+        "gradients": [3],
+        "outcomes": [4],
+    }

@@ -2,8 +2,8 @@
 
     for span in plan.spans:                          # the rows that one evaluation of the loss needs
         for chunk in span.chunks:
-            statistics = read(chunk)                 # logits = hidden @ weight.T, product 1, within the budget;
-                                                     # Triton cross-entropy: a few numbers per token
+            statistics = read(chunk)                 # product 1, logits = hidden @ weight.T, within the
+                                                     # budget; Triton cross-entropy: a few numbers per token
         loss, d_statistics = evaluate(terms)         # the loss class: value, gradient, metrics
         for chunk in span.chunks:
             d_logits = write(logits, d_statistics)   # then both products of the gradients

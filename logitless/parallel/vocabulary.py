@@ -1,9 +1,10 @@
 """The whole LM head on each rank, or a shard of its rows (vocabulary parallelism, `tp_group`).
 
 With shards, every rank has the same hidden states and targets. Logits are not exchanged. The ranks all-gather
-a few statistics per token, once per chunk and once more for a reference model, and all-reduce d_hidden. `kernels/head/statistics.py` has the
-formulas by which the statistics of the shards are merged. Therefore every rank has the same statistics of all
-tokens, computes the same loss, and gets the full d_hidden and d_weight of its rows.
+a few statistics per token, once per chunk and once more for a reference model, and all-reduce d_hidden.
+`kernels/head/statistics.py` has the formulas by which the statistics of the shards are merged. Therefore
+every rank has the same statistics of all tokens, computes the same loss, and gets the full d_hidden and
+d_weight of its rows.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from logitless.engine.call import HeadCall, pack, make_head_call, unpack
+from logitless.engine.call import HeadCall, make_head_call, pack, unpack
 
 OPTIONS = ("num_items", "shift", "cu_seqlens")
 
