@@ -21,8 +21,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,11 +45,21 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 logger = logging.getLogger(__name__)
 
-# Types of devices on which losses of per-token statistics are compiled.
+# What switches compiled evaluation off, and the value that does.
 SWITCHES = {"LOGITLESS_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
-IS_OFF = find_spec("triton") is None or any([os.environ.get(name) == off for name, off in SWITCHES.items()])
-COMPILES_ON = () if IS_OFF else ("cuda",)
+
+
+def compiles_on(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Types of devices on which losses of per-token statistics are compiled."""
+    off = any([environment.get(name) == value for name, value in SWITCHES.items()])
+    return () if off or find_spec("triton") is None else ("cuda",)
+
+
+COMPILES_ON = compiles_on(os.environ)
 LIBRARY = __name__.partition(".")[0]
+# Class -> identities of its losses that may be compiled: at most `MOST_IDENTITIES`.
+_IDENTITIES: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+MOST_IDENTITIES = 16
 # Key -> `Graph`; None: the evaluation of this key is not compiled.
 _GRAPHS = Remembered()
 _LOCK = threading.Lock()
@@ -90,9 +101,14 @@ def _by_graph(
     """(*gradients, table) of a loss of this library, by a graph; None if there is none."""
     key = _key(loss, statistics, batch, factors, differentiate)
     if key not in _GRAPHS and not _is_capturing(batch.given_targets.device):
-        with _LOCK:
+        with _LOCK, _syncs_allowed(batch.given_targets.device):
             if key not in _GRAPHS:
-                _GRAPHS[key] = _made(loss, statistics, batch, factors, differentiate)
+                try:
+                    _GRAPHS[key] = _made(loss, statistics, batch, factors, differentiate)
+                except torch.OutOfMemoryError:
+                    # To make a graph takes memory that the call does not need. A later call tries again.
+                    logger.info("%s is evaluated uncompiled: out of memory", type(loss).__name__)
+                    return None
     graph = _GRAPHS.get(key)
     return None if graph is None else graph(statistics, batch, factors)
 
@@ -124,16 +140,50 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
         and 1 < targets.shape[0] <= MOST_ROWS
         and (batch.segments is None or batch.segments.lengths.shape[0] > 0)
         and not torch.are_deterministic_algorithms_enabled()
+        and not torch.is_anomaly_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and not _is_switched_off()
+        and _is_one_of_few(loss)
     )
 
 
 def _is_switched_off() -> bool:
-    """Whether the user has switched off the compiler by a stance."""
+    """Whether the user has switched off the compiler by a stance, or has restricted what it compiles."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and dynamo._stance.stance == "force_eager"
+    return dynamo is not None and (dynamo._stance.stance != "default" or dynamo.config.disable)
+
+
+def _is_one_of_few(loss: LossSpec) -> bool:
+    """Whether the process has evaluated few losses of this class with other fields.
+
+    A coefficient with a schedule makes another loss of each step, which takes longer to compile than a graph
+    saves.
+    """
+    seen = _IDENTITIES.setdefault(type(loss), set())
+    if loss.identity in seen:
+        return True
+    if len(seen) == MOST_IDENTITIES:
+        name = type(loss).__name__
+        logger.info("%s with other fields than the first %s is evaluated uncompiled", name, len(seen))
+    elif len(seen) < MOST_IDENTITIES:
+        seen.add(loss.identity)
+        return True
+    return False
+
+
+@contextmanager
+def _syncs_allowed(device: torch.device) -> Iterator[None]:
+    """The first call of a key reads results, also where `torch.cuda.set_sync_debug_mode` forbids it."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -395,11 +445,16 @@ def _first(statistics: Mapping[str, Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=128)
 def _compiled_slice(loss: LossSpec, variables: tuple[str, ...]) -> Callable:
     """`slice_function` under torch.compile; it returns None if compiling the loss failed."""
-    plain = slice_function(loss, variables)
+    evaluate_slice = slice_function(loss, variables)
+
+    def compiled_alone(*tensors: object) -> tuple[Tensor, ...] | None:
+        # Where Dynamo runs a function uncompiled, such as while a CUDA graph is captured. The terms would run
+        # under torch.func, which does not take every autograd Function.
+        return evaluate_slice(*tensors) if torch.compiler.is_compiling() else None
+
     # Dynamo limits the number of graphs per code object, so each loss gets a copy of the code object.
-    plain.__code__ = plain.__code__.replace()
-    # Without graph breaks: the terms would run under torch.func, which does not take every autograd Function.
-    run = torch.compile(plain, dynamic=True, fullgraph=True)
+    compiled_alone.__code__ = compiled_alone.__code__.replace()
+    run = torch.compile(compiled_alone, dynamic=True, fullgraph=True)
     return _attempt(run, lambda *tensors: None, f"{type(loss).__name__} is evaluated uncompiled, slower")
 
 

@@ -36,7 +36,7 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
         and uses_triton(head.device, dtype)
         and head.shape[-1] * dtype.itemsize % 16 == 0
         and head.is_contiguous()
-        and head.storage_offset() * head.itemsize % 16 == 0
+        and head.data_ptr() % 16 == 0
         for head in heads
         if head is not None
     )

@@ -85,7 +85,6 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 @functools.cache
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of the device. A kernel that sums over rows starts a few programs on each."""
     if device.type == "cuda":

@@ -39,7 +39,42 @@ def graphs(monkeypatch) -> dict:
     monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
     monkeypatch.setattr(compiled, "compile_graph", checked)
     monkeypatch.setattr(compiled, "_GRAPHS", {})
+    monkeypatch.setattr(compiled, "_IDENTITIES", {})
     return compiled._GRAPHS
+
+
+def test_switches():
+    assert compiled.compiles_on({}) == compiled.compiles_on({"LOGITLESS_COMPILE": "1"}) == ("cuda",)
+    for name, value in compiled.SWITCHES.items():
+        assert compiled.compiles_on({name: value}) == ()
+
+
+def test_a_coefficient_with_a_schedule_is_not_compiled_in_each_step(graphs, caplog):
+    with caplog.at_level(logging.INFO, "logitless"):
+        for step in range(compiled.MOST_IDENTITIES + 3):
+            loss, tensors = CrossEntropyLoss(z_loss=0.1 * step), operands(5)
+            torch.testing.assert_close(results(loss, *tensors), uncompiled(loss, *tensors))
+    assert len(graphs) == compiled.MOST_IDENTITIES and None not in graphs.values()
+    assert (
+        caplog.messages
+        == ["CrossEntropyLoss with other fields than the first 16 is evaluated uncompiled"] * 3
+    )
+
+
+def test_out_of_memory_while_a_graph_is_made(graphs, monkeypatch):
+    """The call runs uncompiled, and a later one makes the graph."""
+    make, tensors = compiled.compile_graph, operands(5)
+
+    def fail(graph, fakes):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(compiled, "compile_graph", fail)
+    expected = uncompiled(CrossEntropyLoss(), *tensors)
+    torch.testing.assert_close(results(CrossEntropyLoss(), *tensors), expected)
+    assert not graphs
+    monkeypatch.setattr(compiled, "compile_graph", make)
+    torch.testing.assert_close(results(CrossEntropyLoss(), *tensors), expected)
+    assert len(graphs) == 1 and None not in graphs.values()
 
 
 def checked(graph, fakes):
@@ -320,7 +355,7 @@ def test_an_error_of_a_users_terms_is_raised(guarded):
         results(Wrong(), *operands(5))
 
 
-@pytest.mark.parametrize("how", ["deterministic", "stance", "one row", "dispatch mode"])
+@pytest.mark.parametrize("how", ["deterministic", "stance", "anomaly", "one row", "dispatch mode"])
 def test_calls_without_a_graph(graphs, how):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -337,6 +372,9 @@ def test_calls_without_a_graph(graphs, how):
             torch.use_deterministic_algorithms(False)
     elif how == "stance":
         with torch.compiler.set_stance("force_eager"):
+            results(CrossEntropyLoss(), *tensors)
+    elif how == "anomaly":
+        with torch.autograd.set_detect_anomaly(True):
             results(CrossEntropyLoss(), *tensors)
     elif how == "dispatch mode":
         with Mode():
@@ -499,6 +537,7 @@ def test_a_compiled_graph(graphs, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
     monkeypatch.setattr(compiled, "_GRAPHS", {})
+    monkeypatch.setattr(compiled, "_IDENTITIES", {})
     loss = DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5])
     for sequences, length in ((4, 8), (6, 3), (8, 16)):
         tensors = operands(sequences, length)

@@ -223,6 +223,7 @@ def graphs(monkeypatch) -> dict:
     monkeypatch.setattr(compiled, "compile_graph", lambda graph, fakes: graph)
     monkeypatch.setattr(compiled, "_is_switched_off", lambda: False)  # `run` switches the compiler off
     monkeypatch.setattr(compiled, "_GRAPHS", {})
+    monkeypatch.setattr(compiled, "_IDENTITIES", {})
     return compiled._GRAPHS
 
 

@@ -252,7 +252,7 @@ def read(
         (flags["HAS_BIAS"], flags["HAS_SOFTCAP"], summed, extra, total, squares, write),
         group_of(features),
         programs,
-        (V, *strides, ignore_index, partial_stride < 2**31, targets.dtype),
+        (V, H, *strides, ignore_index, partial_stride < 2**31, targets.dtype, features.dtype, weight.dtype),
         *[x is None or x.data_ptr() & 15 == 0 for x in (weight, bias, sums, gradient_of_finish)],
     )
     row_arguments = (targets, shift, target_logit, again, partials)

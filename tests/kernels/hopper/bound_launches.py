@@ -1,30 +1,40 @@
 """Run in a process of its own, by test_bound_launches.py: every call of `read` on a simulated Hopper GPU
-launches each kernel with operands of the specialization that it was bound to."""
+launches each kernel with operands for which Triton compiles the kernel that it was bound to."""
 
 import itertools
+from types import SimpleNamespace
 
 import torch
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from benchmarks import simulated_hopper
 from logitless.kernels import launch
 from logitless.kernels.head.cross_entropy import allocate_stats
 from logitless.kernels.head.transform import LogitTransform
 
+HOPPER = CUDABackend(GPUTarget("cuda", 90, 32))
 bound: dict[launch.BoundLaunch, tuple] = {}
-seen: set[tuple] = set()
+
+
+def specialized(param: SimpleNamespace, operand: object) -> object:
+    """What Triton compiles for an operand."""
+    value, alignment = not param.do_not_specialize, not param.do_not_specialize_on_alignment
+    return native_specialize_impl(HOPPER, operand, param.is_const, value, alignment)
 
 
 def checked(self: launch.BoundLaunch, grid: tuple, *operands) -> None:
-    key = self.kernel.key(0, operands, self.constants)
-    assert bound.setdefault(self, key) == key, self.kernel.kernel.fn.__name__
-    seen.add((self.kernel, key))
+    params = [param for param in self.kernel.kernel.params if not param.is_constexpr]
+    kinds = tuple(specialized(*pair) for pair in zip(params, operands, strict=True))
+    assert bound.setdefault(self, kinds) == kinds, self.kernel.kernel.fn.__name__
 
 
-def cut(x: torch.Tensor | None, *, aligned: bool) -> torch.Tensor | None:
-    """The same values at an address that is a multiple of 16 bytes, or not."""
-    if x is None or aligned:
-        return x
-    return torch.cat((x[:1], x))[1:]
+def cut(x: torch.Tensor | None, *, aligned: bool | None) -> torch.Tensor | None:
+    """The same values at an address that is a multiple of 16 bytes, or not; None: no tensor."""
+    if aligned is None:
+        return None
+    return x if aligned else torch.cat((x[:1], x))[1:]
 
 
 def main() -> None:
@@ -33,21 +43,28 @@ def main() -> None:
 
     launch.BoundLaunch.__call__ = checked
     heads = LogitTransform(None, 1.0, 1.0), LogitTransform(30.0, 2.0, 0.5)
-    levels = ("lse",), ("entropy",), ("sum_logits",), ("log_sum_sq_probs",)
-    yes_no = (True, False)
-    for names, head, writes, sums_aligned in itertools.product(levels, heads, yes_no, (None, *yes_no)):
-        for C, H, V in ((1, 16, 64), (5, 16, 72), (33, 24, 72)):
-            others = itertools.product((None, *yes_no), (0, 1), (-100, 16), (0, 8))
-            for bias_aligned, first, ignored, more in others:
-                hidden, weight = torch.ones(C, H + more).bfloat16()[:, :H], torch.ones(V, H).bfloat16()
-                stats = allocate_stats(names, first + C, torch.float32, hidden.device)[first : first + C]
-                bias = None if bias_aligned is None else cut(torch.ones(V), aligned=bias_aligned)
-                sums = None if sums_aligned is None else cut(torch.ones(H + 1), aligned=sums_aligned)
-                gradient = torch.empty(C, -(-V // 8) * 8).bfloat16()[:, :V] if writes else None
-                targets = torch.zeros(C, dtype=torch.int64)
-                options = {"head": head, "bias": bias, "ignore_index": ignored, "sums": sums}
-                fused.read(hidden, weight, targets, stats, gradient=gradient, **options)
-    print(f"{len(bound)} bound launches, {len(seen)} specializations")
+    no_or = None, True, False
+    kinds = itertools.product(
+        (("lse",), ("entropy",), ("sum_logits",), ("log_sum_sq_probs",)),
+        heads,
+        (True, False),  # gradient
+        no_or,  # bias
+        no_or,  # sums
+        ((16, 64), (16, 72), (24, 72)),  # H, V
+        (-100, 16),  # ignore_index
+        (0, 8),  # columns of hidden's memory behind H
+    )
+    rows = ((1, 0, torch.int64), (2, 1, torch.int64), (16, 4, torch.int64), (33, 1, torch.int32))
+    for names, head, writes, bias, sums, (H, V), ignored, behind in kinds:
+        for C, first, dtype in rows:
+            hidden = torch.ones(C, H + behind).bfloat16()[:, :H]
+            stats = allocate_stats(names, first + C, torch.float32, hidden.device)[first : first + C]
+            options = {"bias": cut(torch.ones(V), aligned=bias), "sums": cut(torch.ones(H + 1), aligned=sums)}
+            weight, targets = torch.ones(V, H).bfloat16(), torch.zeros(C, dtype=dtype)
+            gradient = torch.empty(C, -(-V // 8) * 8).bfloat16()[:, :V] if writes else None
+            options |= {"gradient": gradient, "head": head, "ignore_index": ignored}
+            fused.read(hidden, weight, targets, stats, **options)
+    print(f"{len(bound)} bound launches")
 
 
 main()
