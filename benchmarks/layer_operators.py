@@ -1,7 +1,7 @@
 """The layer operators to be measured: shapes, what stock models compute, and the bytes that must be moved.
 
 Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096; and 8,192 tokens at
-several widths, which the picture shows.
+several widths, which the picture shows. Gated norms are those of Qwen3-Next, Bamba-9B and Nemotron-H-8B.
 """
 
 from collections.abc import Callable, Iterator
@@ -118,6 +118,37 @@ def norms(make: Maker) -> Iterator[Operator]:
     )
 
 
+def gated_norms(make: Maker) -> Iterator[Operator]:
+    def operator(rows: int, H: int, group_size: int | None = None) -> Operator:
+        """Qwen3-Next's, with group_size Mamba 2's: the gate first, and the norm of each group."""
+        rows = make.rows(rows)
+        options = {} if group_size is None else {"gate_first": True, "group_size": group_size}
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            leaves = {name: make.randn(g, rows, H) for name in ("x", "gate")}
+            return leaves | {"weight": make.randn(g, H, mean=1.0)}
+
+        def ours(x, gate, weight):
+            return (layers.gated_rms_norm(x, gate, weight, eps=EPS, **options),)
+
+        def stock(x, gate, weight):
+            act = F.silu(gate if gate.dtype == FP64 else gate.float())
+            if group_size is None:
+                return ((rms(x, weight) * act).to(x.dtype),)
+            groups = (x * act).unflatten(-1, (-1, group_size))
+            groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + EPS)
+            return (weight * groups.flatten(-2).to(x.dtype),)
+
+        kind = f"gated_rms_norm{' gate first' if options else ''}"
+        sizes = f"{rows}x{H}" if group_size in (None, H) else f"{rows}x{H // group_size}x{group_size}"
+        return Operator(kind, f"{kind} {sizes}", inputs, ours, stock, 6 * rows * H, 10 * rows * H)
+
+    yield operator(8192 * 32, 128)
+    yield operator(8192, 8192, 8192)
+    yield operator(8192, 8192, 1024)
+
+
 def ropes(make: Maker) -> Iterator[Operator]:
     def half(x: Tensor) -> Tensor:
         return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
@@ -202,5 +233,6 @@ def gates(make: Maker) -> Iterator[Operator]:
 
 def operators(make: Maker) -> Iterator[Operator]:
     yield from norms(make)
+    yield from gated_norms(make)
     yield from ropes(make)
     yield from gates(make)

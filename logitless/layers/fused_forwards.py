@@ -45,16 +45,17 @@ def norm_forward(module: nn.Module, norm: Recognized, original: Callable, *args:
         return _run_norm_with_addition(module, norm.value, *args)
     weight = getattr(module, "weight", None)
     if (
-        len(args) != 1
+        len(args) != (1 if norm.value.gate is None else 2)
         or kwargs
         or is_transformed()
         or not norm.is_current()
         or not _is_plain(*args, weight)
+        or (norm.value.gate is not None and not _have_one_shape(*args))
         or not _has_width_of(weight, args[0])
         or not _has_options(module, norm.value)
     ):
         return original(*args, **kwargs)
-    return apply_norm(norm.value, module, args[0], weight)
+    return apply_norm(norm.value, module, weight, *args)
 
 
 def rewritten_forward(
@@ -203,7 +204,7 @@ def body_of(module: nn.Module) -> Norm | None:
         return LAYER_NORM
     state = state_of(module, KEY)
     is_norm = state is not None and type(state.value) is Norm and state.is_current()
-    return state.value if is_norm and _has_options(module, state.value) else None
+    return state.value if is_norm and state.value.gate is None and _has_options(module, state.value) else None
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -235,6 +236,11 @@ def _can_fuse_addition(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
 def _has_width_of(weight: Tensor | None, x: Tensor) -> bool:
     """Whether the operators accept the weight: PyTorch would broadcast another."""
     return weight is None or weight.shape == x.shape[-1:]
+
+
+def _have_one_shape(x: Tensor, gate: Tensor | None) -> bool:
+    """Whether the gate has x's shape: PyTorch would broadcast another, and a module may do without a gate."""
+    return gate is not None and gate.shape == x.shape
 
 
 def _has_options(module: nn.Module, norm: Norm) -> bool:

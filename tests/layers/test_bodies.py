@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from logitless.layers import bodies
 from logitless.layers.bodies import (
     Norm,
+    NormGate,
     Rotation,
     activation_agrees,
     activation_of,
@@ -32,7 +33,16 @@ NORM_CLASSES = {
     "cohere.CohereLayerNorm": Norm("single", center=True),
     "t5.T5LayerNorm": "branches on its arguments",
     "nemotron.NemotronLayerNorm1P": None,
-    "bamba.BambaRMSNormGated": None,
+    "bamba.BambaRMSNormGated": Norm(
+        "llama", options=(("group_size", 8),), gate=NormGate("silu", True, group_size=8)
+    ),
+    "qwen3_5.Qwen3_5RMSNormGated": Norm(
+        "llama", options=(("activation", "silu"),), gate=NormGate("silu", False, group_size=None)
+    ),
+    "kimi_linear.KimiLinearRMSNormGated": Norm(
+        "single", options=(("activation", "sigmoid"),), gate=NormGate("sigmoid", False, group_size=None)
+    ),
+    "falcon_h1.FalconH1RMSNormGated": "branches on a call",
 }
 ROTATION_FUNCTIONS = {
     "llama": Rotation(whole_head=True),
@@ -74,8 +84,8 @@ def found(name: str, attribute: str = "apply_rotary_pos_emb"):
 
 def module_of(path: str) -> nn.Module:
     cls = found(*path.split("."))
-    if "Gated" in path:
-        return cls(group_size=16, hidden_size=16)
+    if "bamba" in path:
+        return cls(16, group_size=8)
     return cls() if "L2" in path else cls(16)
 
 
@@ -473,7 +483,7 @@ def test_another_eps_is_read_when_the_norm_runs():
     norm = LlamaRMSNorm(16)
     body, x = norm_of(norm), torch.full((2, 16), 1e-3)
     norm.variance_epsilon = 1.0
-    torch.testing.assert_close(bodies.apply_norm(body, norm, x, norm.weight), norm(x))
+    torch.testing.assert_close(bodies.apply_norm(body, norm, norm.weight, x), norm(x))
 
 
 def test_a_weight_of_several_dimensions_is_not_ours():

@@ -131,6 +131,6 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         patched(fused_forwards, "add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated"),
-        patched(bodies, "rms_norm", "rope"),
+        patched(bodies, "rms_norm", "gated_rms_norm", "rope"),
     ):
         yield calls
