@@ -187,6 +187,27 @@ def ropes(make: Maker) -> Iterator[Operator]:
         moved = 4 * elements, (6 if normalized else 4) * elements
         return Operator(kind, label, inputs, ours, stock, *moved, width, {"cos": cos, "sin": sin})
 
+    def one(B: int, T: int, heads: int, D: int) -> Operator:
+        """Gemma 4's: queries and keys are rotated in two calls, before the transposition."""
+        B, T = (2, 3) if make.tiny else (B, T)
+        angle = torch.rand(1, T, D // 2, device=make.device) * 6
+        angle = torch.cat((angle, angle), -1)
+        cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            return {"x": make.randn(make.generator(seed), B, T, heads, D)}
+
+        def ours(x):
+            return (layers.rope(x.transpose(1, 2), None, cos, sin)[0].transpose(1, 2),)
+
+        def stock(x):
+            return (x * cos[:, :, None] + half(x) * sin[:, :, None],)
+
+        moved = 4 * B * T * heads * D
+        return Operator("rope of one tensor", f"rope {B}x{T}x{heads}x{D}", inputs, ours, stock, moved, moved)
+
+    yield one(2, 4096, 32, 256)
+    yield one(2, 4096, 16, 256)
     yield operator(4, 4096, 16, 8, 128, normalized=False)
     yield operator(2, 4096, 32, 8, 128, normalized=False)
     yield operator(4, 4096, 16, 8, 128, normalized=True)

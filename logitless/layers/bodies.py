@@ -63,7 +63,7 @@ class Norm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What a function (q, k, cos, sin) -> (q, k) computes.
+    """What a function (q, k, cos, sin) -> (q, k), or (x, cos, sin) -> x, computes.
 
     Attributes:
         interleaved: whether a pair is two neighbouring elements.
@@ -72,12 +72,14 @@ class Rotation(NamedTuple):
         keeps_dtype: whether the result has q's dtype, rather than the wider dtype of q and cos.
         whole_head: whether all elements of a head are rotated. Otherwise cos and sin may rotate the first
             elements of a head only.
+        single: whether the function rotates one tensor: queries and keys in two calls.
     """
 
     interleaved: bool = False
     angle_layout: str = "each"
     keeps_dtype: bool = False
     whole_head: bool = False
+    single: bool = False
 
 
 # (rounding, center) of the norms that are compared with a module, in this order. Without a weight, the
@@ -240,7 +242,7 @@ def rotation_of(function: FunctionType) -> Rotation | None:
     """
     try:
         functions = functions_of(function)
-        attributes_read(functions, 4)
+        attributes_read(functions, 3 if _is_single(function) else 4)
         return _rotation_of(functions)
     except UnrecognizedSource:
         return None
@@ -249,10 +251,38 @@ def rotation_of(function: FunctionType) -> Rotation | None:
 @functools.lru_cache(maxsize=256)
 def _rotation_of(functions: tuple[FunctionType, ...]) -> Rotation | None:
     """Return as `rotation_of`, of a function and all functions that it calls."""
+    function = functions[0]
+    is_single = _is_single(function)
+    runs = [function]
+    if is_single:
+        has_option = "unsqueeze_dim" in inspect.signature(function).parameters
+        runs = [functools.partial(_rotate_both, function, {})]
+        runs += [functools.partial(_rotate_both, function, {"unsqueeze_dim": 2})] if has_option else []
     for rotation in ROTATIONS:
-        if all(_rotation_agrees(functions[0], rotation, size, size) for size in (8, 24)):
-            return rotation._replace(whole_head=not _rotation_agrees(functions[0], rotation, 24, 8))
+        if all(_rotation_agrees(run, rotation, size, size) for run in runs for size in (8, 24)):
+            whole_head = not all(_rotation_agrees(run, rotation, 24, 8) for run in runs)
+            return rotation._replace(whole_head=whole_head, single=is_single)
     return None
+
+
+def _is_single(function: FunctionType) -> bool:
+    """Whether a function has three arguments without defaults: x, cos, sin."""
+    parameters = inspect.signature(function).parameters.values()
+    return sum(parameter.default is parameter.empty for parameter in parameters) == 3
+
+
+def _rotate_both(
+    function: Callable, options: dict[str, int], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k (B, heads, T, D) by a function of one tensor.
+
+    Args:
+        options: {}, or {"unsqueeze_dim": 2} if the function takes (B, T, heads, D).
+    """
+    if not options:
+        return function(q, cos, sin), function(k, cos, sin)
+    q, k = (function(x.transpose(1, 2), cos, sin, **options).transpose(1, 2) for x in (q, k))
+    return q, k
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -465,8 +495,8 @@ def operator_angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 def apply_rotation(
-    rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+    rotation: Rotation, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Compute the rotation by the fused operator."""
     cos, sin, width = operator_angles(rotation, cos, sin)
     return rope(q, k, cos, sin, rotary_dim=width, interleaved=rotation.interleaved)

@@ -255,7 +255,10 @@ def _rewrite_cached(
     function: FunctionType, names: FusibleNames, rotations: tuple[tuple[str, Callable, Rotation], ...]
 ) -> Rewritten | None:
     """Rewrite a forward pass once for all modules with the same class and names."""
-    bindings = {name: fused_forwards.Rotate(original, rotation) for name, original, rotation in rotations}
+    bindings = {}
+    for name, original, rotation in rotations:
+        rotate = fused_forwards.RotateOne if rotation.single else fused_forwards.Rotate
+        bindings[name] = rotate(original, rotation)
     return rewrite(function, names, HELPERS | bindings)
 
 

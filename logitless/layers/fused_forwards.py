@@ -160,15 +160,19 @@ class Rotate:
             q, k = q_norm(q), k_norm(k)
         return self(q, k, cos, sin)
 
-    def _supports(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    def _supports(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
         """Whether the fused operator computes the same as the model's function for these tensors."""
         if isinstance(self.original, nn.Module) and not is_untouched(self.original):
             return False
-        if not _is_plain(q, k, cos, sin) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
+        if not _is_plain(q, k, cos, sin) or q.dim() != 4 or cos.dim() != 3:
             return False
         batch, _, tokens, head_dim = q.shape
         # PyTorch would broadcast q or k of another batch or length, and angles of one token.
-        if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, head_dim) or q.dtype != k.dtype:
+        if k is not None and (
+            k.dim() != 4
+            or (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, head_dim)
+            or q.dtype != k.dtype
+        ):
             return False
         if cos.shape != sin.shape or cos.shape[0] not in (1, batch) or cos.shape[1] != tokens:
             return False
@@ -177,6 +181,22 @@ class Rotate:
         if rotary_dim % 2 or not (rotary_dim == head_dim or is_partial):
             return False
         return self.rotation.keeps_dtype or _preserves_dtype(q, cos)
+
+
+class RotateOne(Rotate):
+    """Replaces a model's function `original(x, cos, sin) -> x`.
+
+    x is (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`.
+    """
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_transposed = kwargs == {"unsqueeze_dim": 2}
+        if not args and (is_transposed or not kwargs):
+            q = x.transpose(1, 2) if is_transposed else x
+            if self._supports(q, None, cos, sin):
+                q, _ = apply_rotation(self.rotation, q, None, cos, sin)
+                return q.transpose(1, 2) if is_transposed else q
+        return self.original(x, cos, sin, *args, **kwargs)
 
 
 def _run_norm_with_addition(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> Any:

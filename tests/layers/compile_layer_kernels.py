@@ -139,6 +139,7 @@ def run_ropes(tokens: int) -> None:
         options = {"interleaved": interleaved, "rotary_dim": R}
         if norm == "none":
             differentiate(rope(q, k, cos, sin, **options))
+            differentiate(rope(q, None, cos, sin, **options)[0])
             continue
         weights = [nothing(D, dtype=dtype[2]).detach().requires_grad_(norm != "frozen") for _ in range(2)]
         differentiate(

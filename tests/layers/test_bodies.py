@@ -8,7 +8,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logitless.layers import bodies
+from logitless.layers import bodies, rope
 from logitless.layers.bodies import (
     Norm,
     NormGate,
@@ -19,7 +19,7 @@ from logitless.layers.bodies import (
     rotation_of,
 )
 from logitless.layers.fuse import fuse_layers
-from logitless.layers.fused_forwards import Rotate, add_norm
+from logitless.layers.fused_forwards import Rotate, RotateOne, add_norm
 from logitless.layers.source import UnrecognizedSource
 
 NORM_CLASSES = {
@@ -59,6 +59,8 @@ ROTATION_FUNCTIONS = {
     "helium": Rotation(interleaved=True, angle_layout="first half", whole_head=True),
     "ernie4_5": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True, whole_head=True),
     "gpt_oss": Rotation(angle_layout="pairs", whole_head=True),
+    "gemma4": Rotation(whole_head=True, single=True),
+    "gemma3n": Rotation(whole_head=True, single=True),
     # The text of llama's, with a rotate_half of the other sign.
     "nanochat": None,
     "gptj": None,
@@ -453,6 +455,42 @@ def test_what_pytorch_broadcasts_runs_the_models_code(shapes):
     rotate = Rotate(rotated, rotation_of(rotated))
     for ours, theirs in zip(rotate(*operands), rotated(*operands)):
         torch.testing.assert_close(ours, theirs)
+
+
+def one(x, cos, sin, unsqueeze_dim=1):
+    return x * cos.unsqueeze(unsqueeze_dim) + halves(x) * sin.unsqueeze(unsqueeze_dim)
+
+
+def one_by_token(x, cos, sin):
+    return one(x, cos, sin, 2)
+
+
+def one_in_one_layout(x, cos, sin, unsqueeze_dim=1):
+    return one(x, cos, sin)
+
+
+def one_wrong_by_token(x, cos, sin, unsqueeze_dim=1):
+    return one(x if unsqueeze_dim == 1 else 2 * x, cos, sin, unsqueeze_dim)
+
+
+def test_a_rotation_of_one_tensor(monkeypatch):
+    assert rotation_of(one) == Rotation(whole_head=True, single=True)
+    assert (
+        rotation_of(one_by_token) is rotation_of(one_wrong_by_token) is rotation_of(one_in_one_layout) is None
+    )
+    calls = []
+    monkeypatch.setattr(bodies, "rope", lambda *args, **kwargs: calls.append(1) or rope(*args, **kwargs))
+    rotate, x = RotateOne(one, rotation_of(one)), torch.randn(2, 5, 5, 8)
+    cos, sin = torch.randn(2, 2, 5, 8)
+    for kwargs in ({}, {"unsqueeze_dim": 2}):
+        torch.testing.assert_close(rotate(x, cos, sin, **kwargs), one(x, cos, sin, **kwargs))
+    assert len(calls) == 2
+    # Another layout, one angle for all tokens, and a sequence without a batch run the model's code.
+    torch.testing.assert_close(rotate(x, cos, sin, 2), one(x, cos, sin, 2))
+    torch.testing.assert_close(rotate(x, cos, sin, unsqueeze_dim=-2), one(x, cos, sin, unsqueeze_dim=-2))
+    torch.testing.assert_close(rotate(x, cos[:, :1], sin[:, :1]), one(x, cos[:, :1], sin[:, :1]))
+    torch.testing.assert_close(rotate(x[0], cos[0], sin[0], unsqueeze_dim=0), one(x[0], cos[0], sin[0], 0))
+    assert len(calls) == 2
 
 
 def only_short(q, k, cos, sin):

@@ -40,18 +40,19 @@ def test_loss_and_gradients_in_fp32_are_those_of_the_stock_model(family):
 @pytest.mark.parametrize("kind", ["bf16", "fp32 under autocast", "fp16"])
 def test_the_error_against_fp64_is_that_of_the_stock_models(kind):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    # More tokens than in the other tests: of a few, the error is a lottery.
+    ids = torch.randint(3, SIZES["vocab_size"], (8, 16), generator=torch.Generator().manual_seed(0))
     ratios = {}
     for family in FAMILIES:
         model = tiny(family, dtype)
         # transformers' experts have no fp64.
         has_experts = any("Experts" in type(module).__name__ for module in model.modules())
-        truth = step(copy.deepcopy(model).to(torch.float32 if has_experts else torch.float64))
+        truth = step(copy.deepcopy(model).to(torch.float32 if has_experts else torch.float64), ids)
         with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in kind):
-            stock = error(step(model), truth)
+            stock = error(step(model, ids), truth)
             fuse_layers(model)
-            ratios[family] = error(step(model), truth) / stock
+            ratios[family] = error(step(model, ids), truth) / stock
         assert stock > 1e-4
-    # Where rounding errors of both kinds are as large, one or the other is larger for a few tokens.
     assert max(ratios.values()) < 1.25, ratios
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02, ratios
 

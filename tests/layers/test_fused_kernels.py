@@ -21,8 +21,8 @@ BF16 = torch.bfloat16
 
 
 # Between them: every operator, both orders of norm and addition, packed halves, both orders of norm and
-# transposition, interleaved rotation, LayerNorm.
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere"])
+# transposition, interleaved rotation, LayerNorm, rotation of one tensor.
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere", "Gemma4"])
 def test_loss_and_gradients_in_fp32(family):
     model, ids = tiny(family, num_hidden_layers=1).to(DEVICE), IDS.to(DEVICE)
     wanted = step(model, ids)
