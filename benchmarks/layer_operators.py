@@ -153,14 +153,17 @@ def ropes(make: Maker) -> Iterator[Operator]:
     def half(x: Tensor) -> Tensor:
         return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
 
+    def angles(T: int, D: int) -> tuple[Tensor, Tensor]:
+        angle = torch.rand(1, T, D // 2, device=make.device) * 6
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(BF16), angle.sin().to(BF16)
+
     def operator(
         B: int, T: int, heads: int, key_heads: int, D: int, *, normalized: bool, width: int | None = None
     ) -> Operator:
         kind = "qk_norm_rope" if normalized else "rope"
         B, T = (2, 3) if make.tiny else (B, T)
-        angle = torch.rand(1, T, D // 2, device=make.device) * 6
-        angle = torch.cat((angle, angle), -1)
-        cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+        cos, sin = angles(T, D)
 
         def inputs(seed: int) -> dict[str, Tensor]:
             g = make.generator(seed)
@@ -190,9 +193,7 @@ def ropes(make: Maker) -> Iterator[Operator]:
     def one(B: int, T: int, heads: int, D: int) -> Operator:
         """Gemma 4's: queries and keys are rotated in two calls, before the transposition."""
         B, T = (2, 3) if make.tiny else (B, T)
-        angle = torch.rand(1, T, D // 2, device=make.device) * 6
-        angle = torch.cat((angle, angle), -1)
-        cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+        cos, sin = angles(T, D)
 
         def inputs(seed: int) -> dict[str, Tensor]:
             return {"x": make.randn(make.generator(seed), B, T, heads, D)}
@@ -206,6 +207,29 @@ def ropes(make: Maker) -> Iterator[Operator]:
         moved = 4 * B * T * heads * D
         return Operator("rope of one tensor", f"rope {B}x{T}x{heads}x{D}", inputs, ours, stock, moved, moved)
 
+    def deinterleaved(B: int, T: int, heads: int, key_heads: int, D: int) -> Operator:
+        """DeepSeek-V3's: it reads neighbours and stores halves."""
+        B, T = (2, 3) if make.tiny else (B, T)
+        cos, sin = (table[..., : D // 2] for table in angles(T, D))
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            return {n: make.randn(g, B, T, count, D) for n, count in (("q", heads), ("k", key_heads))}
+
+        def ours(q, k):
+            options = {"rotary_dim": D, "interleaved": True, "deinterleave": True}
+            return layers.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **options)
+
+        def stock(q, k):
+            c, s = cos[:, None], sin[:, None]
+            pairs = [(x[..., ::2], x[..., 1::2]) for x in (q.transpose(1, 2), k.transpose(1, 2))]
+            return tuple(torch.cat((a * c - b * s, b * c + a * s), -1) for a, b in pairs)
+
+        moved = 4 * B * T * (heads + key_heads) * D
+        kind, sizes = "rope deinterleaved", f"{B}x{T}x({heads}+{key_heads})x{D}"
+        return Operator(kind, f"{kind} {sizes}", inputs, ours, stock, moved, moved)
+
+    yield deinterleaved(2, 4096, 128, 1, 64)
     yield one(2, 4096, 32, 256)
     yield one(2, 4096, 16, 256)
     yield operator(4, 4096, 16, 8, 128, normalized=False)

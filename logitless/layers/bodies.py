@@ -67,6 +67,7 @@ class Rotation(NamedTuple):
 
     Attributes:
         interleaved: whether a pair is two neighbouring elements.
+        deinterleave: whether the results of neighbours are stored one in each half.
         angle_layout: "each": cos and sin have one element for each element of a head; "pairs": one for each
             pair; "first half": one for each element, of which only the first half is used, one for each pair.
         keeps_dtype: whether the result has q's dtype, rather than the wider dtype of q and cos.
@@ -80,6 +81,7 @@ class Rotation(NamedTuple):
     keeps_dtype: bool = False
     whole_head: bool = False
     single: bool = False
+    deinterleave: bool = False
 
 
 # (rounding, center) of the norms that are compared with a module, in this order. Without a weight, the
@@ -88,9 +90,9 @@ NORMS = (("llama", False), ("single", False), ("gemma", False), ("single", True)
 # (rounding, activation, whether the gate comes first) of the gated norms that are compared with a module.
 GATED_NORMS = tuple(itertools.product(("llama", "single"), ("silu", "sigmoid"), (False, True)))
 ROTATIONS = tuple(
-    Rotation(interleaved, layout, keeps_dtype)
-    for layout, interleaved, keeps_dtype in itertools.product(
-        ("each", "first half", "pairs"), (False, True), (False, True)
+    Rotation(interleaved, layout, keeps_dtype, deinterleave=deinterleave)
+    for (interleaved, deinterleave), layout, keeps_dtype in itertools.product(
+        ((False, False), (True, False), (True, True)), ("each", "first half", "pairs"), (False, True)
     )
 )
 # (module, class) of an activation -> name of the operator's activation.
@@ -499,4 +501,5 @@ def apply_rotation(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the rotation by the fused operator."""
     cos, sin, width = operator_angles(rotation, cos, sin)
-    return rope(q, k, cos, sin, rotary_dim=width, interleaved=rotation.interleaved)
+    options = {"interleaved": rotation.interleaved, "deinterleave": rotation.deinterleave}
+    return rope(q, k, cos, sin, rotary_dim=width, **options)

@@ -141,6 +141,7 @@ class Rotate:
         bodies = [body_of(norm) for norm in norms]
         if (
             all(map(is_untouched, norms))
+            and not self.rotation.deinterleave
             and self._supports(q, k, cos, sin)
             and _are_equal_norms(norms, bodies)
         ):

@@ -140,6 +140,8 @@ def run_ropes(tokens: int) -> None:
         if norm == "none":
             differentiate(rope(q, k, cos, sin, **options))
             differentiate(rope(q, None, cos, sin, **options)[0])
+            if interleaved and R == D:
+                differentiate(rope(q, k, cos, sin, **options, deinterleave=True))
             continue
         weights = [nothing(D, dtype=dtype[2]).detach().requires_grad_(norm != "frozen") for _ in range(2)]
         differentiate(

@@ -493,6 +493,23 @@ def test_a_rotation_of_one_tensor(monkeypatch):
     assert len(calls) == 2
 
 
+def test_a_rotation_that_stores_neighbours_in_halves():
+    function = found("deepseek_v3", "apply_rotary_pos_emb_interleave")
+    rotation = rotation_of(function)
+    assert rotation == Rotation(
+        interleaved=True, angle_layout="first half", whole_head=True, deinterleave=True
+    )
+    q, k, cos, sin = (torch.randn(2, *shape) for shape in ((3, 5, 8), (1, 5, 8), (5, 8), (5, 8)))
+    norms = nn.ModuleList([LlamaRMSNorm(8), LlamaRMSNorm(8)])
+    fuse_layers(norms)
+    # No kernel has the norms before this rotation.
+    for ours, theirs in zip(
+        Rotate(function, rotation).norm_and_rotate(*norms, False, q, k, cos, sin),
+        function(LlamaRMSNorm(8)(q), LlamaRMSNorm(8)(k), cos, sin),
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
 def only_short(q, k, cos, sin):
     return rotated(q, k, cos, sin) if q.shape[2] < 100 else (q, k)
 

@@ -8,7 +8,19 @@ import torch
 import transformers
 
 from logitless.models import fuse_layers
-from tests.layers.tiny import ADD_NORM, FAMILIES, ROPE, SIZES, assert_same, disturb, error, step, tiny
+from tests.layers.tiny import (
+    ADD_NORM,
+    FAMILIES,
+    ROPE,
+    SIZES,
+    assert_same,
+    counted,
+    disturb,
+    error,
+    step,
+    tiny,
+)
+from tests.models import every
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -73,6 +85,23 @@ def test_the_language_tower_of_a_vision_model():
     assert report.fused[layer] == (ADD_NORM,) and report.fused[f"{layer}.self_attn"] == (ROPE,)
     assert report.fused[f"{layer}.mlp"] == ("gate act_fn",)
     assert_same(step(model), wanted)
+
+
+def test_a_rotation_that_stores_neighbours_in_halves():
+    model = every.tiny("DeepseekV3ForCausalLM")
+    disturb(model)
+    wanted = step(model)
+    undo = fuse_layers(model)
+    attention = [name for name, what in undo.report.fused.items() if "self_attn" in name.split(".")[-1]]
+    assert [undo.report.fused[name] for name in attention] == [
+        ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
+    ] * 2
+    with counted() as calls:
+        assert_same(step(model), wanted, 1e-5)
+    assert calls["rope"] == 2
+    undo()
+    found = step(model)
+    assert all(torch.equal(found.gradients[name], x) for name, x in wanted.gradients.items())
 
 
 def test_one_line_in_the_log_says_what_was_fused(caplog):

@@ -67,6 +67,12 @@ OPERATORS = {
         add_layer_norm, ("x", "residual", "weight", "bias"), ("result 1", "weight", "row", "row")
     ),
     "rope": Operator(lambda q, k: rope(q, k, *tables(q)), ("q", "k"), ("table", "table"), HEADS),
+    "rope, deinterleaved": Operator(
+        lambda q, k: rope(q, k, *tables(q), interleaved=True, deinterleave=True),
+        ("q", "k"),
+        ("table", "table"),
+        HEADS,
+    ),
     "qk_norm_rope": Operator(
         lambda q, k, q_weight, k_weight: qk_norm_rope(q, k, *tables(q), q_weight, k_weight),
         ("q", "k", "q_weight", "k_weight"),
