@@ -33,7 +33,7 @@ NORM_CLASSES = {
     "cohere.CohereLayerNorm": Norm("single", center=True),
     "t5.T5LayerNorm": "branches on its arguments",
     "nemotron.NemotronLayerNorm1P": None,
-    "bamba.BambaRMSNormGated": Norm(
+    "zamba2.Zamba2RMSNormGated": Norm(
         "llama", options=(("group_size", 8),), gate=NormGate("silu", True, group_size=8)
     ),
     "qwen3_5.Qwen3_5RMSNormGated": Norm(
@@ -86,7 +86,7 @@ def found(name: str, attribute: str = "apply_rotary_pos_emb"):
 
 def module_of(path: str) -> nn.Module:
     cls = found(*path.split("."))
-    if "bamba" in path:
+    if "zamba2" in path:
         return cls(16, group_size=8)
     return cls() if "L2" in path else cls(16)
 

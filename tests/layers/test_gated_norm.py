@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from logitless.layers import gated_norm
 from logitless.layers.gated_norm import gated_rms_norm
@@ -53,7 +53,7 @@ class KimiRMSNormGated(nn.Module):
 MODULES = {
     "qwen3.5": (Qwen3_5RMSNormGated, {}),
     "kimi": (KimiRMSNormGated, {"rounding": "single", "activation": "sigmoid"}),
-    "bamba": (BambaRMSNormGated, {"gate_first": True}),
+    "zamba2": (Zamba2RMSNormGated, {"gate_first": True}),
 }
 modules = pytest.mark.parametrize("module", MODULES)
 
@@ -76,7 +76,7 @@ def plain(x: Tensor, gate: Tensor, weight: Tensor, options: dict) -> Tensor:
 def variants(module: str, H: int, groups: int):
     """Ours, the plain computation and the stock module, each as a function of x, gate and weight."""
     cls, options = MODULES[module]
-    sizes = {"group_size": H // groups} if cls is BambaRMSNormGated else {}
+    sizes = {"group_size": H // groups} if cls is Zamba2RMSNormGated else {}
     stock = cls(H, eps=EPS, **sizes)
     options = options | {"group_size": sizes.get("group_size", H)}
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import nn
 from transformers.activations import ACT2FN, GELUActivation, SiLUActivation
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from logitless.exchange import state_of
 from logitless.layers.bodies import norm_of
@@ -78,7 +78,7 @@ def fused(module: nn.Module) -> nn.Module:
 
 def test_what_the_operator_does_not_compute_runs_the_modules_code():
     x, gate = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
-    stock, norm = BambaRMSNormGated(32, 16), fused(BambaRMSNormGated(32, 16))
+    stock, norm = Zamba2RMSNormGated(32, 16), fused(Zamba2RMSNormGated(32, 16))
     with counted() as calls:
         torch.testing.assert_close(norm(x), stock(x))
         torch.testing.assert_close(norm(x, gate[:1]), stock(x, gate[:1]))
@@ -98,7 +98,7 @@ def test_hooks_and_the_addition_before_a_norm_whose_gate_is_left_out():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.first = BambaRMSNormGated(32, 32), Qwen3_5RMSNormGated(32)
+            self.norm, self.first = Zamba2RMSNormGated(32, 32), Qwen3_5RMSNormGated(32)
 
         def forward(self, residual, x):
             residual = residual + x
