@@ -1,7 +1,7 @@
 """The layer operators to be measured: shapes, what stock models compute, and the bytes that must be moved.
 
 Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096; and 8,192 tokens at
-several widths, which the picture shows.
+several widths, which the picture shows. Gated norms are those of Qwen3-Next, Bamba-9B and Nemotron-H-8B.
 """
 
 from collections.abc import Callable, Iterator
@@ -118,18 +118,52 @@ def norms(make: Maker) -> Iterator[Operator]:
     )
 
 
+def gated_norms(make: Maker) -> Iterator[Operator]:
+    def operator(rows: int, H: int, group_size: int | None = None) -> Operator:
+        """Qwen3-Next's, with group_size Mamba 2's: the gate first, and the norm of each group."""
+        rows = make.rows(rows)
+        options = {} if group_size is None else {"gate_first": True, "group_size": group_size}
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            leaves = {name: make.randn(g, rows, H) for name in ("x", "gate")}
+            return leaves | {"weight": make.randn(g, H, mean=1.0)}
+
+        def ours(x, gate, weight):
+            return (layers.gated_rms_norm(x, gate, weight, eps=EPS, **options),)
+
+        def stock(x, gate, weight):
+            act = F.silu(gate if gate.dtype == FP64 else gate.float())
+            if group_size is None:
+                return ((rms(x, weight) * act).to(x.dtype),)
+            groups = (x * act).unflatten(-1, (-1, group_size))
+            groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + EPS)
+            return (weight * groups.flatten(-2).to(x.dtype),)
+
+        kind = f"gated_rms_norm{' gate first' if options else ''}"
+        sizes = f"{rows}x{H}" if group_size in (None, H) else f"{rows}x{H // group_size}x{group_size}"
+        return Operator(kind, f"{kind} {sizes}", inputs, ours, stock, 6 * rows * H, 10 * rows * H)
+
+    yield operator(8192 * 32, 128)
+    yield operator(8192, 8192, 8192)
+    yield operator(8192, 8192, 1024)
+
+
 def ropes(make: Maker) -> Iterator[Operator]:
     def half(x: Tensor) -> Tensor:
         return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+    def angles(T: int, D: int) -> tuple[Tensor, Tensor]:
+        angle = torch.rand(1, T, D // 2, device=make.device) * 6
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(BF16), angle.sin().to(BF16)
 
     def operator(
         B: int, T: int, heads: int, key_heads: int, D: int, *, normalized: bool, width: int | None = None
     ) -> Operator:
         kind = "qk_norm_rope" if normalized else "rope"
         B, T = (2, 3) if make.tiny else (B, T)
-        angle = torch.rand(1, T, D // 2, device=make.device) * 6
-        angle = torch.cat((angle, angle), -1)
-        cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+        cos, sin = angles(T, D)
 
         def inputs(seed: int) -> dict[str, Tensor]:
             g = make.generator(seed)
@@ -156,6 +190,48 @@ def ropes(make: Maker) -> Iterator[Operator]:
         moved = 4 * elements, (6 if normalized else 4) * elements
         return Operator(kind, label, inputs, ours, stock, *moved, width, {"cos": cos, "sin": sin})
 
+    def one(B: int, T: int, heads: int, D: int) -> Operator:
+        """Gemma 4's: queries and keys are rotated in two calls, before the transposition."""
+        B, T = (2, 3) if make.tiny else (B, T)
+        cos, sin = angles(T, D)
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            return {"x": make.randn(make.generator(seed), B, T, heads, D)}
+
+        def ours(x):
+            return (layers.rope(x.transpose(1, 2), None, cos, sin)[0].transpose(1, 2),)
+
+        def stock(x):
+            return (x * cos[:, :, None] + half(x) * sin[:, :, None],)
+
+        moved = 4 * B * T * heads * D
+        return Operator("rope of one tensor", f"rope {B}x{T}x{heads}x{D}", inputs, ours, stock, moved, moved)
+
+    def deinterleaved(B: int, T: int, heads: int, key_heads: int, D: int) -> Operator:
+        """DeepSeek-V3's: it reads neighbours and stores halves."""
+        B, T = (2, 3) if make.tiny else (B, T)
+        cos, sin = (table[..., : D // 2] for table in angles(T, D))
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            return {n: make.randn(g, B, T, count, D) for n, count in (("q", heads), ("k", key_heads))}
+
+        def ours(q, k):
+            options = {"rotary_dim": D, "interleaved": True, "deinterleave": True}
+            return layers.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **options)
+
+        def stock(q, k):
+            c, s = cos[:, None], sin[:, None]
+            pairs = [(x[..., ::2], x[..., 1::2]) for x in (q.transpose(1, 2), k.transpose(1, 2))]
+            return tuple(torch.cat((a * c - b * s, b * c + a * s), -1) for a, b in pairs)
+
+        moved = 4 * B * T * (heads + key_heads) * D
+        kind, sizes = "rope deinterleaved", f"{B}x{T}x({heads}+{key_heads})x{D}"
+        return Operator(kind, f"{kind} {sizes}", inputs, ours, stock, moved, moved)
+
+    yield deinterleaved(2, 4096, 128, 1, 64)
+    yield one(2, 4096, 32, 256)
+    yield one(2, 4096, 16, 256)
     yield operator(4, 4096, 16, 8, 128, normalized=False)
     yield operator(2, 4096, 32, 8, 128, normalized=False)
     yield operator(4, 4096, 16, 8, 128, normalized=True)
@@ -202,5 +278,6 @@ def gates(make: Maker) -> Iterator[Operator]:
 
 def operators(make: Maker) -> Iterator[Operator]:
     yield from norms(make)
+    yield from gated_norms(make)
     yield from ropes(make)
     yield from gates(make)

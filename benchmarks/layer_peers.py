@@ -92,6 +92,7 @@ def liger() -> Computes:
 @LAYERS.add("FLA", package="flash-linear-attention", needs_cuda=True)
 def fla() -> Computes:
     from fla.modules.activations import swiglu
+    from fla.modules.fused_norm_gate import rms_norm_gated
     from fla.modules.norm.layernorm import layer_norm, rms_norm
     from fla.modules.rotary import rotary_embedding
 
@@ -111,6 +112,9 @@ def fla() -> Computes:
                 lambda x, residual, weight, bias: layer_norm(
                     x, weight, bias, residual, eps=1e-5, prenorm=True
                 )
+            ),
+            "gated_rms_norm": lambda _: (
+                lambda x, gate, weight: (rms_norm_gated(x, gate, weight, None, eps=EPS),)
             ),
             "rope": turned(rotary_embedding),
             "gated silu": lambda _: lambda a, b: (swiglu(a, b),),

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.layers import gated, layer_norm, rms_norm, rope
+from logitless.layers import gated, gated_rms_norm, layer_norm, rms_norm, rope
 from logitless.layers.purity import attributes_read
 from logitless.layers.source import (
     Definition,
     Recognized,
     UnrecognizedSource,
+    activations_of,
     calls_of,
     functions_of,
     tree_of,
@@ -33,6 +34,14 @@ from logitless.layers.source import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class NormGate(NamedTuple):
+    """The gate of a norm: the options of `gated_rms_norm` of these names."""
+
+    activation: str
+    gate_first: bool
+    group_size: int | None
 
 
 class Norm(NamedTuple):
@@ -43,39 +52,47 @@ class Norm(NamedTuple):
         eps: name of the module's attribute that holds eps.
         center: whether the norm subtracts the mean (LayerNorm).
         options: (name, value) of the module's other attributes that the forward pass reads.
+        gate: how the second argument of the forward pass gates the norm; None if it has one argument.
     """
 
     rounding: str
     eps: str = "variance_epsilon"
     center: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    gate: NormGate | None = None
 
 
 class Rotation(NamedTuple):
-    """What a function (q, k, cos, sin) -> (q, k) computes.
+    """What a function (q, k, cos, sin) -> (q, k), or (x, cos, sin) -> x, computes.
 
     Attributes:
         interleaved: whether a pair is two neighbouring elements.
+        deinterleave: whether the results of neighbours are stored one in each half.
         angle_layout: "each": cos and sin have one element for each element of a head; "pairs": one for each
             pair; "first half": one for each element, of which only the first half is used, one for each pair.
         keeps_dtype: whether the result has q's dtype, rather than the wider dtype of q and cos.
         whole_head: whether all elements of a head are rotated. Otherwise cos and sin may rotate the first
             elements of a head only.
+        single: whether the function rotates one tensor: queries and keys in two calls.
     """
 
     interleaved: bool = False
     angle_layout: str = "each"
     keeps_dtype: bool = False
     whole_head: bool = False
+    single: bool = False
+    deinterleave: bool = False
 
 
 # (rounding, center) of the norms that are compared with a module, in this order. Without a weight, the
 # three roundings are one.
 NORMS = (("llama", False), ("single", False), ("gemma", False), ("single", True))
+# (rounding, activation, whether the gate comes first) of the gated norms that are compared with a module.
+GATED_NORMS = tuple(itertools.product(("llama", "single"), ("silu", "sigmoid"), (False, True)))
 ROTATIONS = tuple(
-    Rotation(interleaved, layout, keeps_dtype)
-    for layout, interleaved, keeps_dtype in itertools.product(
-        ("each", "first half", "pairs"), (False, True), (False, True)
+    Rotation(interleaved, layout, keeps_dtype, deinterleave=deinterleave)
+    for (interleaved, deinterleave), layout, keeps_dtype in itertools.product(
+        ((False, False), (True, False), (True, True)), ("each", "first half", "pairs"), (False, True)
     )
 )
 # (module, class) of an activation -> name of the operator's activation.
@@ -93,8 +110,8 @@ ACTIVATION_CLASSES: dict[tuple[str, str], str] = {
 def norm_of(module: nn.Module) -> Norm | None:
     """Return which norm a module computes; None if it is none.
 
-    Only a module of one argument is run, without children and buffers, with at most a weight, and with an
-    attribute for eps.
+    Only a module of one argument is run, or of two with a weight, without children and buffers, with at most
+    a weight, and with an attribute for eps.
 
     Raises:
         UnrecognizedSource: its forward pass is not that of its class, not written in Python, or depends on
@@ -106,9 +123,11 @@ def norm_of(module: nn.Module) -> Norm | None:
     if module._modules or module._buffers or not names or parameters.keys() - {"weight"}:
         return None
     function = undecorated_forward_of(module)
-    if len(inspect.signature(function).parameters) != 2:
-        return None
     weight = parameters.get("weight")
+    num_arguments = len(inspect.signature(function).parameters)
+    is_gated = num_arguments == 3
+    if num_arguments != 2 and not (is_gated and weight is not None):
+        return None
     widths = (32, 96)
     if weight is not None:
         if isinstance(weight, nn.parameter.UninitializedTensorMixin):
@@ -120,13 +139,17 @@ def norm_of(module: nn.Module) -> Norm | None:
         # FSDP1 may leave no element of a weight, or one, on a rank.
         widths = (shape[0] if shape[0] > 1 else 32,)
     functions = functions_of(function, type(module))
-    read = attributes_read(functions, type(module)) - {"weight"}
+    read = attributes_read(functions, num_arguments, type(module)) - {"weight"}
     if not read <= scalars.keys():
         name = min(read - scalars.keys())
         raise UnrecognizedSource(f"its result may depend on more than its arguments: it reads self.{name}")
     read_scalars = tuple((name, x) for name, x in scalars.items() if name in read)
+    for definition in activations_of(type(module), read_scalars):
+        if definition.name == "forward" and not _is_known_activation(definition.namespace):
+            raise UnrecognizedSource(f"its gate has another activation: {definition.namespace.__name__}")
+        functions += (definition.value,) if isinstance(definition.value, FunctionType) else ()
     for eps in [name for name in names if name in read]:
-        norm = _norm_of(type(module), functions, read_scalars, eps, widths, weight is not None)
+        norm = _norm_of(type(module), functions, read_scalars, eps, widths, weight is not None, is_gated)
         if norm is not None:
             return norm
     return None
@@ -143,22 +166,36 @@ def _norm_of(
     eps: str,
     widths: tuple[int, ...],
     has_weight: bool,
+    is_gated: bool,
 ) -> Norm | None:
     """Return as `norm_of`, for all modules of a class with these attributes.
 
     Args:
-        functions: the forward pass, and all functions that it calls.
+        functions: the forward pass, all functions that it calls, and the activations that it calls.
         scalars: (name, value) of the attributes that the functions read.
         eps: name of the attribute that may hold eps.
         widths: widths of the inputs that are tried.
         has_weight: whether the module has a weight.
+        is_gated: whether the forward pass has a second argument.
     """
     options = tuple((name, x) for name, x in scalars if name not in (eps, "training"))
-    for rounding, center in NORMS:
-        norm = Norm(rounding, eps, center, options)
+    norms = [Norm(rounding, eps, center, options) for rounding, center in NORMS]
+    if is_gated:
+        gates = itertools.product(GATED_NORMS, _group_sizes(scalars, *widths))
+        norms = [
+            Norm(rounding, eps, options=options, gate=NormGate(*gate, size))
+            for (rounding, *gate), size in gates
+        ]
+    for norm in norms:
         if all(_norm_agrees(cls, functions[0], dict(scalars), norm, width, has_weight) for width in widths):
             return norm if has_weight else norm._replace(rounding="single")
     return None
+
+
+def _group_sizes(scalars: tuple[tuple[str, Any], ...], width: int) -> list[int | None]:
+    """Return the sizes of groups of columns to try: None (one group), and those that attributes may tell."""
+    numbers = {x for _, x in scalars if type(x) is int and 1 < x < width and width % x == 0}
+    return [None, *sorted(numbers | {width // x for x in numbers})]
 
 
 def rotations_of(function: FunctionType) -> tuple[dict[str, Recognized], list[str]]:
@@ -207,7 +244,7 @@ def rotation_of(function: FunctionType) -> Rotation | None:
     """
     try:
         functions = functions_of(function)
-        attributes_read(functions)
+        attributes_read(functions, 3 if _is_single(function) else 4)
         return _rotation_of(functions)
     except UnrecognizedSource:
         return None
@@ -216,10 +253,38 @@ def rotation_of(function: FunctionType) -> Rotation | None:
 @functools.lru_cache(maxsize=256)
 def _rotation_of(functions: tuple[FunctionType, ...]) -> Rotation | None:
     """Return as `rotation_of`, of a function and all functions that it calls."""
+    function = functions[0]
+    is_single = _is_single(function)
+    runs = [function]
+    if is_single:
+        has_option = "unsqueeze_dim" in inspect.signature(function).parameters
+        runs = [functools.partial(_rotate_both, function, {})]
+        runs += [functools.partial(_rotate_both, function, {"unsqueeze_dim": 2})] if has_option else []
     for rotation in ROTATIONS:
-        if all(_rotation_agrees(functions[0], rotation, size, size) for size in (8, 24)):
-            return rotation._replace(whole_head=not _rotation_agrees(functions[0], rotation, 24, 8))
+        if all(_rotation_agrees(run, rotation, size, size) for run in runs for size in (8, 24)):
+            whole_head = not all(_rotation_agrees(run, rotation, 24, 8) for run in runs)
+            return rotation._replace(whole_head=whole_head, single=is_single)
     return None
+
+
+def _is_single(function: FunctionType) -> bool:
+    """Whether a function has three arguments without defaults: x, cos, sin."""
+    parameters = inspect.signature(function).parameters.values()
+    return sum(parameter.default is parameter.empty for parameter in parameters) == 3
+
+
+def _rotate_both(
+    function: Callable, options: dict[str, int], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k (B, heads, T, D) by a function of one tensor.
+
+    Args:
+        options: {}, or {"unsqueeze_dim": 2} if the function takes (B, T, heads, D).
+    """
+    if not options:
+        return function(q, cos, sin), function(k, cos, sin)
+    q, k = (function(x.transpose(1, 2), cos, sin, **options).transpose(1, 2) for x in (q, k))
+    return q, k
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -240,6 +305,11 @@ def activation_agrees(module: nn.Module) -> bool:
         )
 
 
+def _is_known_activation(cls: type) -> bool:
+    """Whether the results of a class of activations depend on its argument only."""
+    return _activation_of_class(cls) is not None or cls is nn.Sigmoid
+
+
 def layer_norm_agrees() -> bool:
     """Whether torch's LayerNorm computes what it is known for; its forward pass may have been replaced."""
     x = _random_tensor(8, 32)
@@ -256,9 +326,13 @@ def _activation_of_class(cls: type) -> str | None:
     return ACTIVATION_CLASSES.get((cls.__module__, cls.__qualname__))
 
 
-def apply_norm(norm: Norm, module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+def apply_norm(
+    norm: Norm, module: nn.Module, weight: Tensor | None, x: Tensor, gate: Tensor | None = None
+) -> Tensor:
     """Compute the norm by the fused operator."""
     eps = getattr(module, norm.eps)
+    if norm.gate is not None:
+        return gated_rms_norm(x, gate, weight, eps=eps, rounding=norm.rounding, **norm.gate._asdict())
     if norm.center:
         return layer_norm(x, weight, eps=eps)
     return rms_norm(x, weight, eps=eps, rounding=norm.rounding)
@@ -285,7 +359,7 @@ def _test_run() -> Iterator[None]:
         yield
 
 
-# (dtype of the input, dtype of the weight, whether in training, leading shape of the input).
+# (dtype of the input, dtype of weight and gate, whether in training, leading shape of the input).
 NORM_TRIALS = (
     (FP32, FP32, True, (2, 4)),
     (FP32, FP32, False, (8,)),
@@ -322,10 +396,15 @@ def _norm_agrees(
             for number, (dtype, weight_dtype, training, shape) in enumerate(NORM_TRIALS):
                 tried = 0.25 if number == 0 else eps
                 probe.__dict__.update({"training": training, norm.eps: tried})
-                x = (_random_tensor(8, width) * scales[:, None]).to(dtype).view(*shape, width)
+                inputs = [(_random_tensor(8, width) * scales[:, None]).to(dtype).view(*shape, width)]
+                if norm.gate is not None:  # up to about 30: some models clamp their gates
+                    inputs.append((8 * _random_tensor(*shape, width, seed=3)).to(weight_dtype))
                 weight = _random_tensor(width, dtype=weight_dtype, seed=1) if has_weight else None
-                runs = (lambda x, w: function(probe, x), functools.partial(apply_norm, norm, probe))
-                if not _are_alike(*[_result_and_gradients(run, probe, x, weight) for run in runs]):
+                runs = (
+                    lambda weight, *inputs: function(probe, *inputs),
+                    functools.partial(apply_norm, norm, probe),
+                )
+                if not _are_alike(*[_result_and_gradients(run, probe, weight, *inputs) for run in runs]):
                     return False
             return _are_alike_without_numbers(function, probe, norm, width)
         except Exception:  # then its results do not agree
@@ -333,14 +412,15 @@ def _norm_agrees(
 
 
 def _result_and_gradients(
-    run: Callable, probe: nn.Module, x: Tensor, weight: Tensor | None
+    run: Callable, probe: nn.Module, weight: Tensor | None, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    leaves = [x.clone().requires_grad_()]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    parameter = None
     if weight is not None:
-        leaves.append(nn.Parameter(weight.clone()))
-        probe._parameters["weight"] = leaves[1]
-    y = run(leaves[0], leaves[1] if weight is not None else None)
-    upstream = _random_tensor(*x.shape, seed=2).to(y.dtype)
+        parameter = probe._parameters["weight"] = nn.Parameter(weight.clone())
+    y = run(parameter, *leaves)
+    leaves += [parameter] if weight is not None else []
+    upstream = _random_tensor(*y.shape, seed=2).to(y.dtype)
     return y.detach(), *torch.autograd.grad(y, leaves, upstream)
 
 
@@ -362,13 +442,15 @@ def _are_alike(theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> bool:
 
 
 def _are_alike_without_numbers(function: Callable, probe: nn.Module, norm: Norm, width: int) -> bool:
-    """Whether infinity and NaN in the input give the same results."""
-    x = _random_tensor(3, width)
-    x[0, 0], x[1, 0] = torch.inf, torch.nan
+    """Whether infinity and NaN in the inputs give the same results."""
+    inputs = [_random_tensor(6, width, seed=seed) for seed in range(1 if norm.gate is None else 2)]
+    inputs[0][0, 0], inputs[0][1, 0] = torch.inf, torch.nan
+    inputs[-1][2, 0], inputs[-1][3, 0], inputs[-1][4, 0] = torch.inf, torch.nan, -torch.inf
     if "weight" in probe._parameters:
         probe._parameters["weight"] = nn.Parameter(_random_tensor(width, seed=1))
     with torch.no_grad():
-        y, z = function(probe, x), apply_norm(norm, probe, x, probe._parameters.get("weight"))
+        y = function(probe, *inputs)
+        z = apply_norm(norm, probe, probe._parameters.get("weight"), *inputs)
     return torch.allclose(y, z, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
@@ -415,8 +497,9 @@ def operator_angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 def apply_rotation(
-    rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+    rotation: Rotation, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Compute the rotation by the fused operator."""
     cos, sin, width = operator_angles(rotation, cos, sin)
-    return rope(q, k, cos, sin, rotary_dim=width, interleaved=rotation.interleaved)
+    options = {"interleaved": rotation.interleaved, "deinterleave": rotation.deinterleave}
+    return rope(q, k, cos, sin, rotary_dim=width, **options)

@@ -24,7 +24,14 @@ from logitless.layers.bodies import (
 from logitless.layers.fused_forwards import KEY, LAYER_NORM
 from logitless.layers.modules import LayerNorm, RMSNorm
 from logitless.layers.rewrite import Rewritten, rewrite
-from logitless.layers.source import Definition, Recognized, UnrecognizedSource, definitions_of, forward_of
+from logitless.layers.source import (
+    Definition,
+    Recognized,
+    UnrecognizedSource,
+    activations_of,
+    definitions_of,
+    forward_of,
+)
 from logitless.layers.statements import FusibleNames
 
 logger = logging.getLogger(__name__)
@@ -187,8 +194,10 @@ def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] |
     body = norm_of(module)
     if body is None:
         return (), None, "it computes something else than the norms that can be fused"
-    state = Recognized(body, definitions_of(type(module), "forward"))
-    return ("norm",), exchange(module, KEY, fused_forwards.norm_forward, state), ""
+    definitions = *definitions_of(type(module), "forward"), *activations_of(type(module), body.options)
+    state = Recognized(body, definitions)
+    description = "norm" if body.gate is None else "gated norm"
+    return (description,), exchange(module, KEY, fused_forwards.norm_forward, state), ""
 
 
 def _fuse_lora(
@@ -246,7 +255,10 @@ def _rewrite_cached(
     function: FunctionType, names: FusibleNames, rotations: tuple[tuple[str, Callable, Rotation], ...]
 ) -> Rewritten | None:
     """Rewrite a forward pass once for all modules with the same class and names."""
-    bindings = {name: fused_forwards.Rotate(original, rotation) for name, original, rotation in rotations}
+    bindings = {}
+    for name, original, rotation in rotations:
+        rotate = fused_forwards.RotateOne if rotation.single else fused_forwards.Rotate
+        bindings[name] = rotate(original, rotation)
     return rewrite(function, names, HELPERS | bindings)
 
 

@@ -45,16 +45,17 @@ def norm_forward(module: nn.Module, norm: Recognized, original: Callable, *args:
         return _run_norm_with_addition(module, norm.value, *args)
     weight = getattr(module, "weight", None)
     if (
-        len(args) != 1
+        len(args) != (1 if norm.value.gate is None else 2)
         or kwargs
         or is_transformed()
         or not norm.is_current()
         or not _is_plain(*args, weight)
+        or (norm.value.gate is not None and not _have_one_shape(*args))
         or not _has_width_of(weight, args[0])
         or not _has_options(module, norm.value)
     ):
         return original(*args, **kwargs)
-    return apply_norm(norm.value, module, args[0], weight)
+    return apply_norm(norm.value, module, weight, *args)
 
 
 def rewritten_forward(
@@ -140,6 +141,7 @@ class Rotate:
         bodies = [body_of(norm) for norm in norms]
         if (
             all(map(is_untouched, norms))
+            and not self.rotation.deinterleave
             and self._supports(q, k, cos, sin)
             and _are_equal_norms(norms, bodies)
         ):
@@ -159,15 +161,19 @@ class Rotate:
             q, k = q_norm(q), k_norm(k)
         return self(q, k, cos, sin)
 
-    def _supports(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    def _supports(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
         """Whether the fused operator computes the same as the model's function for these tensors."""
         if isinstance(self.original, nn.Module) and not is_untouched(self.original):
             return False
-        if not _is_plain(q, k, cos, sin) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
+        if not _is_plain(q, k, cos, sin) or q.dim() != 4 or cos.dim() != 3:
             return False
         batch, _, tokens, head_dim = q.shape
         # PyTorch would broadcast q or k of another batch or length, and angles of one token.
-        if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, head_dim) or q.dtype != k.dtype:
+        if k is not None and (
+            k.dim() != 4
+            or (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, head_dim)
+            or q.dtype != k.dtype
+        ):
             return False
         if cos.shape != sin.shape or cos.shape[0] not in (1, batch) or cos.shape[1] != tokens:
             return False
@@ -176,6 +182,22 @@ class Rotate:
         if rotary_dim % 2 or not (rotary_dim == head_dim or is_partial):
             return False
         return self.rotation.keeps_dtype or _preserves_dtype(q, cos)
+
+
+class RotateOne(Rotate):
+    """Replaces a model's function `original(x, cos, sin) -> x`.
+
+    x is (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`.
+    """
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_transposed = kwargs == {"unsqueeze_dim": 2}
+        if not args and (is_transposed or not kwargs):
+            q = x.transpose(1, 2) if is_transposed else x
+            if self._supports(q, None, cos, sin):
+                q, _ = apply_rotation(self.rotation, q, None, cos, sin)
+                return q.transpose(1, 2) if is_transposed else q
+        return self.original(x, cos, sin, *args, **kwargs)
 
 
 def _run_norm_with_addition(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> Any:
@@ -203,7 +225,7 @@ def body_of(module: nn.Module) -> Norm | None:
         return LAYER_NORM
     state = state_of(module, KEY)
     is_norm = state is not None and type(state.value) is Norm and state.is_current()
-    return state.value if is_norm and _has_options(module, state.value) else None
+    return state.value if is_norm and state.value.gate is None and _has_options(module, state.value) else None
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -235,6 +257,11 @@ def _can_fuse_addition(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
 def _has_width_of(weight: Tensor | None, x: Tensor) -> bool:
     """Whether the operators accept the weight: PyTorch would broadcast another."""
     return weight is None or weight.shape == x.shape[-1:]
+
+
+def _have_one_shape(x: Tensor, gate: Tensor | None) -> bool:
+    """Whether the gate has x's shape: PyTorch would broadcast another, and a module may do without a gate."""
+    return gate is not None and gate.shape == x.shape
 
 
 def _has_options(module: nn.Module, norm: Norm) -> bool:

@@ -8,9 +8,10 @@ that autocast runs in another dtype.
 
 import ast
 import functools
+import inspect
 from types import FunctionType, ModuleType
 
-from logitless.layers.source import UnrecognizedSource, tree_of
+from logitless.layers.source import UnrecognizedSource, is_activation_table, tree_of
 
 STATEMENTS = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, ast.If)
 EXPRESSIONS = (
@@ -50,19 +51,23 @@ REFUSED_OPERATORS = (
 )
 
 
-def attributes_read(functions: tuple[FunctionType, ...], owner: type | None = None) -> set[str]:
+def attributes_read(
+    functions: tuple[FunctionType, ...], num_passed: int, owner: type | None = None
+) -> set[str]:
     """Return the names of the attributes of `self`, other than methods, that the functions read.
 
     Args:
         functions: a function, and all functions that it calls (`source.functions_of`).
+        num_passed: number of arguments that are passed to the function, `self` included.
         owner: the class of `self`; None if the first function is no method.
 
     Raises:
         UnrecognizedSource: a function depends on something else than its arguments and these attributes.
     """
     read: set[str] = set()
-    for function in functions:
-        read |= _Reader(function, functions, owner).read
+    for index, function in enumerate(functions):
+        num_arguments = num_passed if index == 0 else len(inspect.signature(function).parameters)
+        read |= _Reader(function, functions, num_arguments, owner).read
     return read
 
 
@@ -74,7 +79,13 @@ def _tree_of(function: FunctionType) -> ast.FunctionDef:
 class _Reader:
     """Visits the source of one function; see `attributes_read` for the arguments."""
 
-    def __init__(self, function: FunctionType, functions: tuple[FunctionType, ...], owner: type | None):
+    def __init__(
+        self,
+        function: FunctionType,
+        functions: tuple[FunctionType, ...],
+        num_passed: int,
+        owner: type | None,
+    ):
         self.read: set[str] = set()
         self._function, self._functions, self._owner = function, functions, owner
         tree = _tree_of(function)
@@ -86,9 +97,8 @@ class _Reader:
         names = [argument.arg for argument in arguments]
         is_method = owner is not None and bool(names) and names[0] == "self"
         self._self = "self" if is_method else ""
-        defaults = len(tree.args.defaults)
         # Arguments that a call does not pass are constants.
-        self._constant = {*names[len(names) - defaults :]} if defaults else set()
+        self._constant = {*names[num_passed:]}
         assigned = {
             node.id
             for node in ast.walk(tree)
@@ -109,7 +119,7 @@ class _Reader:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 for part in ast.walk(target):
-                    if not isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.expr_context)):
+                    if not isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.expr_context)):
                         self._refuse("assigns to something else than names")
             self._visit(node.value)
             return
@@ -122,6 +132,9 @@ class _Reader:
         ):
             self._attribute(node.attr)
             return
+        if isinstance(node, ast.Subscript) and self._is_activation(node):
+            self._visit(node.slice)
+            return
         if isinstance(node, ast.Attribute):
             is_inplace = node.attr.endswith("_") or node.attr == "data"
             if is_inplace or any(part in node.attr for part in REFUSED_OPERATORS):
@@ -132,13 +145,32 @@ class _Reader:
             self._visit(child)
 
     def _check_test(self, test: ast.expr) -> None:
-        """A branch may depend on attributes of self and on arguments that a call does not pass."""
+        """A branch may depend on attributes of self, on arguments that a call does not pass, and on None."""
+        compared_with_none = {
+            id(node.left)
+            for node in ast.walk(test)
+            if isinstance(node, ast.Compare)
+            and all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops)
+            and all(isinstance(other, ast.Constant) for other in node.comparators)
+        }
         for node in ast.walk(test):
-            is_name = isinstance(node, ast.Name)
+            is_name = isinstance(node, ast.Name) and id(node) not in compared_with_none
             if is_name and node.id != self._self and node.id not in self._constant:
                 self._refuse("branches on its arguments")
             if isinstance(node, ast.Call):
                 self._refuse("branches on a call")
+
+    def _is_activation(self, node: ast.Subscript) -> bool:
+        """Whether the node is `ACT2FN[self.name]`; `source.activations_of` names the activation."""
+        is_table = isinstance(node.value, ast.Name) and node.value.id not in self._local
+        key = node.slice
+        return (
+            is_table
+            and is_activation_table(self._function.__globals__.get(node.value.id))
+            and isinstance(key, ast.Attribute)
+            and isinstance(key.value, ast.Name)
+            and key.value.id == self._self
+        )
 
     def _attribute(self, name: str) -> None:
         value = getattr(self._owner, name, None)

@@ -9,7 +9,8 @@ angle of its token; the other elements stay unchanged:
     a' = a cos - b sin     b' = b cos + a sin          d_a = d_a' cos + d_b' sin     d_b = d_b' cos - d_a' sin
 
 A pair is one element of each half (i and i + R/2, as in Llama) or two neighbours (2i and 2i + 1:
-`interleaved`, as in Cohere and GLM). All computations are in fp32; the results are rounded once, to the
+`interleaved`, as in Cohere and GLM). With `deinterleave`, neighbours are rotated and stored one in each half
+(DeepSeek-V3). All computations are in fp32; the results are rounded once, to the
 dtypes of q and k.
 
 Queries and keys are `(B, heads, T, D)` with any strides: a view of `(B, T, heads * D)` is read without a
@@ -44,6 +45,12 @@ class RopeConfig(NamedTuple):
     normalized: bool = False
     eps: float = 0.0
     gemma: bool = False  # the norm multiplies by 1 + weight
+    deinterleave: bool = False
+
+    def layouts(self, inverse: bool) -> tuple[bool, bool]:
+        """Return whether pairs are neighbours in the input and in the result of a rotation or its inverse."""
+        layouts = self.interleaved, self.interleaved and not self.deinterleave
+        return layouts[::-1] if inverse else layouts
 
 
 def rope(
@@ -54,6 +61,7 @@ def rope(
     *,
     rotary_dim: int | None = None,
     interleaved: bool = False,
+    deinterleave: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotary position embedding of queries and keys, out of place.
 
@@ -65,6 +73,8 @@ def rope(
         sin: of the shape of cos.
         rotary_dim: R, number of elements of a head that are rotated; None means the width of cos.
         interleaved: whether a pair is two neighbouring elements, rather than one element of each half.
+        deinterleave: whether the results of a pair of neighbours are stored as one element of each half;
+            requires `interleaved`, and a rotation of all D elements.
 
     Returns:
         Rotated q and k, in their dtypes. Differentiable once in both; in cos and sin too, by plain PyTorch.
@@ -75,7 +85,8 @@ def rope(
 
     Reference: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
     """
-    config = RopeConfig(cos.shape[-1] if rotary_dim is None else rotary_dim, interleaved)
+    width = cos.shape[-1] if rotary_dim is None else rotary_dim
+    config = RopeConfig(width, interleaved, deinterleave=deinterleave)
     return _rotate(q, k, cos, sin, None, None, config)
 
 
@@ -135,6 +146,11 @@ def _check(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> None:
         raise ValueError(
             f"rotary_dim: expected an even number up to the head size {D}, got {R}; "
             "it is the number of elements of a head that are rotated, by default the width of cos."
+        )
+    if config.deinterleave and not (config.interleaved and R == D):
+        raise ValueError(
+            f"deinterleave: expected False unless interleaved=True and all {D} elements are rotated, "
+            f"got True; pass interleaved=True and rotary_dim={D}, or leave deinterleave out."
         )
     for name, x in (("cos", cos), ("sin", sin)):
         if x.shape[-1] not in (R, R // 2):
@@ -221,8 +237,9 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _rotate_pairs(
     x: Tensor, cos: Tensor, sin: Tensor, config: RopeConfig, *, inverse: bool = False
 ) -> Tensor:
-    """Rotate x (B, heads, T, D), in x's dtype; with `inverse`, by the negative angles."""
-    a, b = _pairs(x[..., : config.rotary_dim], config.interleaved)
+    """Rotate x (B, heads, T, D), in x's dtype; with `inverse`, rotate results back."""
+    x_interleaved, out_interleaved = config.layouts(inverse)
+    a, b = _pairs(x[..., : config.rotary_dim], x_interleaved)
     angles = []
     for table in (cos, sin):
         table = table.to(x.dtype).unsqueeze(-3)
@@ -234,7 +251,7 @@ def _rotate_pairs(
         a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    rotated = torch.stack((a, b), -1).flatten(-2) if config.interleaved else torch.cat((a, b), -1)
+    rotated = torch.stack((a, b), -1).flatten(-2) if out_interleaved else torch.cat((a, b), -1)
     return torch.cat((rotated, x[..., config.rotary_dim :]), -1)
 
 

@@ -130,7 +130,8 @@ def rotate_heads(
     D: tl.constexpr,
     R: tl.constexpr,
     HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    X_INTERLEAVED: tl.constexpr,
+    OUT_INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     GEMMA: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -138,14 +139,14 @@ def rotate_heads(
     """Rotate one token's COUNT heads of q or of k, HEADS at a time; with NORM normalize them first."""
     if weight_ptr is not None:
         row = tl.zeros([1, 1], tl.int64)
-        weight_a, weight_b = load_pairs(weight_ptr, row, row == 0, D, R, HALF, INTERLEAVED)
+        weight_a, weight_b = load_pairs(weight_ptr, row, row == 0, D, R, HALF, X_INTERLEAVED)
         if GEMMA:
             weight_a += 1.0
             weight_b += 1.0
     for start in tl.static_range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)[:, None].to(tl.int64)
         mask = head < COUNT
-        a, b = load_pairs(x_ptr, x_row + head * x_stride, mask, D, R, HALF, INTERLEAVED)
+        a, b = load_pairs(x_ptr, x_row + head * x_stride, mask, D, R, HALF, X_INTERLEAVED)
         if NORM:
             rstd = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / D + eps)
             a *= rstd
@@ -154,7 +155,7 @@ def rotate_heads(
                 a *= weight_a
                 b *= weight_b
         a, b = rotate_pairs(a, b, cos_a, cos_b, sin_a, sin_b, D, R, HALF, INVERSE)
-        store_pairs(out_ptr, out_row + head * out_stride, mask, a, b, D, R, HALF, INTERLEAVED)
+        store_pairs(out_ptr, out_row + head * out_stride, mask, a, b, D, R, HALF, OUT_INTERLEAVED)
 
 
 @cached_launch
@@ -191,7 +192,9 @@ def rope_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,  # of angles
+    X_INTERLEAVED: tl.constexpr,
+    OUT_INTERLEAVED: tl.constexpr,
     PER_PAIR: tl.constexpr,
     NORM: tl.constexpr,
     GEMMA: tl.constexpr,
@@ -222,7 +225,8 @@ def rope_kernel(
             D,
             R,
             HALF,
-            INTERLEAVED,
+            X_INTERLEAVED,
+            OUT_INTERLEAVED,
             NORM,
             GEMMA,
             INVERSE,
@@ -246,7 +250,8 @@ def rope_kernel(
             D,
             R,
             HALF,
-            INTERLEAVED,
+            X_INTERLEAVED,
+            OUT_INTERLEAVED,
             NORM,
             GEMMA,
             INVERSE,
@@ -320,6 +325,7 @@ def _launch(q, k, cos, sin, q_weight, k_weight, config, *, q_out, k_out, inverse
     q, q_strides = with_strides(q)
     k, k_strides = with_strides(k)
     cos, sin, angle_strides = with_angle_strides(cos, sin)
+    x_interleaved, out_interleaved = config.layouts(inverse)
     rope_kernel[(shape[0] * shape[2],)](
         q,
         k,
@@ -336,6 +342,8 @@ def _launch(q, k, cos, sin, q_weight, k_weight, config, *, q_out, k_out, inverse
         *angle_strides,
         shape[2],
         config.eps,
+        X_INTERLEAVED=x_interleaved,
+        OUT_INTERLEAVED=out_interleaved,
         PER_PAIR=cos.shape[-1] != config.rotary_dim,
         NORM=config.normalized,
         INVERSE=inverse,

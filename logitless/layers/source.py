@@ -153,12 +153,13 @@ class Recognized(NamedTuple):
 
 
 def _look_up(namespace: type | dict[str, Any], name: str) -> Any:
-    return namespace.get(name) if type(namespace) is dict else getattr(namespace, name, None)
+    # transformers' table of activations is a dict whose [] makes a module; `get` returns the entry.
+    return namespace.get(name) if isinstance(namespace, dict) else getattr(namespace, name, None)
 
 
 def _warn_of_change(namespace: type | dict[str, Any], name: str) -> None:
     is_class = isinstance(namespace, type)
-    where = namespace.__qualname__ if is_class else namespace.get("__name__")
+    where = namespace.__qualname__ if is_class else namespace.get("__name__", type(namespace).__name__)
     _warn_once(f"{where}.{name}", id(_look_up(namespace, name)))
 
 
@@ -211,6 +212,31 @@ def calls_of(function: FunctionType, owner: type | None = None) -> tuple[Definit
 def functions_of(function: FunctionType, owner: type | None = None) -> tuple[FunctionType, ...]:
     """Return a function and all functions that it calls, each once. Arguments and errors: see `calls_of`."""
     return tuple(dict.fromkeys([function, *(call.value for call in calls_of(function, owner))]))
+
+
+def is_activation_table(value: object) -> bool:
+    """Whether the value is transformers' `ACT2FN`, of which `ACT2FN[name]` makes a new activation."""
+    return isinstance(value, dict) and type(value).__module__ == "transformers.activations"
+
+
+def activations_of(cls: type, attributes: tuple[tuple[str, Any], ...]) -> tuple[Definition, ...]:
+    """Return the definitions of the activations that a forward pass takes from transformers' table.
+
+    Args:
+        cls: the class of a module.
+        attributes: (name, value) of the module's attributes that the forward pass reads; the values that
+            are keys of the table name the activations.
+    """
+    definitions: list[Definition] = []
+    for function in functions_of(cls.forward, cls):
+        for is_method, name in _names_of(function):
+            table = None if is_method else function.__globals__.get(name)
+            if is_activation_table(table):
+                definitions.append(Definition(function.__globals__, name, table))
+                for key in [value for _, value in attributes if isinstance(value, str) and value in table]:
+                    definitions.append(Definition(table, key, table.get(key)))
+                    definitions += definitions_of(type(table[key]), "forward")
+    return tuple(definitions)
 
 
 @functools.cache

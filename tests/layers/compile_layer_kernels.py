@@ -1,4 +1,4 @@
-"""Compiles the kernels of norm, rope, gated and lora_dropout for one target, as their launchers ask for it.
+"""Compiles the kernels of the layer operators for one target, as their launchers ask for it.
 
 Needs no GPU:
 
@@ -139,6 +139,9 @@ def run_ropes(tokens: int) -> None:
         options = {"interleaved": interleaved, "rotary_dim": R}
         if norm == "none":
             differentiate(rope(q, k, cos, sin, **options))
+            differentiate(rope(q, None, cos, sin, **options)[0])
+            if interleaved and R == D:
+                differentiate(rope(q, k, cos, sin, **options, deinterleave=True))
             continue
         weights = [nothing(D, dtype=dtype[2]).detach().requires_grad_(norm != "frozen") for _ in range(2)]
         differentiate(
@@ -157,6 +160,29 @@ def run_gated(rows: int) -> None:
         differentiate(gated(a, b, activation=activation))
 
 
+def run_gated_norms(rows: int) -> None:
+    from logitless.layers.gated_norm import gated_rms_norm
+
+    dtypes = [
+        (BF16, BF16, BF16),
+        (FP16, FP16, FP16),
+        (FP32, FP32, FP32),
+        (BF16, BF16, FP32),
+        (FP32, BF16, FP32),
+    ]
+    sizes = [(128, 1), (1001, 3), (1024, 8), (8192, 1)]
+    weights = ["trained", "trained", "frozen", "none"]
+    for dtype, rounding, activation, gate_first, (columns, groups), weight in AllPairs(
+        [dtypes, ["llama", "single"], ["silu", "sigmoid"], [False, True], sizes, weights]
+    ):
+        H = columns * groups
+        x, gate = (nothing(rows, H, dtype=d, aligned=columns % 2 == 0) for d in dtype[:2])
+        w = None if weight == "none" else nothing(H, dtype=dtype[2])
+        w = w.detach() if weight == "frozen" else w
+        options = {"rounding": rounding, "activation": activation, "gate_first": gate_first}
+        differentiate(gated_rms_norm(x, gate, w, **options, group_size=columns))
+
+
 def run_lora_dropout(rows: int) -> None:
     from logitless.layers import lora
 
@@ -173,6 +199,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
     """What the launchers ask for with so many rows or tokens, and the kernel that it is asked of."""
     from logitless.kernels import operands
     from logitless.layers import (
+        gated_norm_triton,
         gated_triton,
         lora_dropout_triton,
         norm_triton,
@@ -185,6 +212,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
         rope_triton: ("rope_kernel",),
         qk_norm_rope_triton: ("norm_rope_backward_kernel",),
         gated_triton: ("gated_kernel", "gated_backward_kernel"),
+        gated_norm_triton: ("gated_norm_kernel", "gated_norm_backward_kernel"),
         lora_dropout_triton: (
             "draw_bits_kernel",
             "dropout_project_kernel",
@@ -199,7 +227,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
         for module, names in kernels.items():
             recorders = {name: Recorder(jitted(getattr(module, name)), name, found) for name in names}
             patches.enter_context(mock.patch.multiple(module, **recorders))
-        for run in (run_norms, run_ropes, run_gated, run_lora_dropout):
+        for run in (run_norms, run_ropes, run_gated, run_gated_norms, run_lora_dropout):
             run(rows)
     assert {v.kernel for v in found} == set(itertools.chain(*kernels.values()))
     return found

@@ -108,7 +108,7 @@ def short(what: str) -> str:
         return "norm + add"
     if "addition before" in what:
         return "add + norm"
-    if what.startswith("gate"):
+    if what.startswith("gate "):
         return "packed gate" if "halves" in what else "gate"
     return "rope" if "rot" in what else what
 

@@ -8,9 +8,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logitless.layers import bodies
+from logitless.layers import bodies, rope
 from logitless.layers.bodies import (
     Norm,
+    NormGate,
     Rotation,
     activation_agrees,
     activation_of,
@@ -18,7 +19,7 @@ from logitless.layers.bodies import (
     rotation_of,
 )
 from logitless.layers.fuse import fuse_layers
-from logitless.layers.fused_forwards import Rotate, add_norm
+from logitless.layers.fused_forwards import Rotate, RotateOne, add_norm
 from logitless.layers.source import UnrecognizedSource
 
 NORM_CLASSES = {
@@ -32,7 +33,16 @@ NORM_CLASSES = {
     "cohere.CohereLayerNorm": Norm("single", center=True),
     "t5.T5LayerNorm": "branches on its arguments",
     "nemotron.NemotronLayerNorm1P": None,
-    "bamba.BambaRMSNormGated": None,
+    "zamba2.Zamba2RMSNormGated": Norm(
+        "llama", options=(("group_size", 8),), gate=NormGate("silu", True, group_size=8)
+    ),
+    "qwen3_5.Qwen3_5RMSNormGated": Norm(
+        "llama", options=(("activation", "silu"),), gate=NormGate("silu", False, group_size=None)
+    ),
+    "kimi_linear.KimiLinearRMSNormGated": Norm(
+        "single", options=(("activation", "sigmoid"),), gate=NormGate("sigmoid", False, group_size=None)
+    ),
+    "falcon_h1.FalconH1RMSNormGated": "branches on a call",
 }
 ROTATION_FUNCTIONS = {
     "llama": Rotation(whole_head=True),
@@ -49,6 +59,8 @@ ROTATION_FUNCTIONS = {
     "helium": Rotation(interleaved=True, angle_layout="first half", whole_head=True),
     "ernie4_5": Rotation(interleaved=True, angle_layout="first half", keeps_dtype=True, whole_head=True),
     "gpt_oss": Rotation(angle_layout="pairs", whole_head=True),
+    "gemma4": Rotation(whole_head=True, single=True),
+    "gemma3n": Rotation(whole_head=True, single=True),
     # The text of llama's, with a rotate_half of the other sign.
     "nanochat": None,
     "gptj": None,
@@ -74,8 +86,8 @@ def found(name: str, attribute: str = "apply_rotary_pos_emb"):
 
 def module_of(path: str) -> nn.Module:
     cls = found(*path.split("."))
-    if "Gated" in path:
-        return cls(group_size=16, hidden_size=16)
+    if "zamba2" in path:
+        return cls(16, group_size=8)
     return cls() if "L2" in path else cls(16)
 
 
@@ -445,6 +457,59 @@ def test_what_pytorch_broadcasts_runs_the_models_code(shapes):
         torch.testing.assert_close(ours, theirs)
 
 
+def one(x, cos, sin, unsqueeze_dim=1):
+    return x * cos.unsqueeze(unsqueeze_dim) + halves(x) * sin.unsqueeze(unsqueeze_dim)
+
+
+def one_by_token(x, cos, sin):
+    return one(x, cos, sin, 2)
+
+
+def one_in_one_layout(x, cos, sin, unsqueeze_dim=1):
+    return one(x, cos, sin)
+
+
+def one_wrong_by_token(x, cos, sin, unsqueeze_dim=1):
+    return one(x if unsqueeze_dim == 1 else 2 * x, cos, sin, unsqueeze_dim)
+
+
+def test_a_rotation_of_one_tensor(monkeypatch):
+    assert rotation_of(one) == Rotation(whole_head=True, single=True)
+    assert (
+        rotation_of(one_by_token) is rotation_of(one_wrong_by_token) is rotation_of(one_in_one_layout) is None
+    )
+    calls = []
+    monkeypatch.setattr(bodies, "rope", lambda *args, **kwargs: calls.append(1) or rope(*args, **kwargs))
+    rotate, x = RotateOne(one, rotation_of(one)), torch.randn(2, 5, 5, 8)
+    cos, sin = torch.randn(2, 2, 5, 8)
+    for kwargs in ({}, {"unsqueeze_dim": 2}):
+        torch.testing.assert_close(rotate(x, cos, sin, **kwargs), one(x, cos, sin, **kwargs))
+    assert len(calls) == 2
+    # Another layout, one angle for all tokens, and a sequence without a batch run the model's code.
+    torch.testing.assert_close(rotate(x, cos, sin, 2), one(x, cos, sin, 2))
+    torch.testing.assert_close(rotate(x, cos, sin, unsqueeze_dim=-2), one(x, cos, sin, unsqueeze_dim=-2))
+    torch.testing.assert_close(rotate(x, cos[:, :1], sin[:, :1]), one(x, cos[:, :1], sin[:, :1]))
+    torch.testing.assert_close(rotate(x[0], cos[0], sin[0], unsqueeze_dim=0), one(x[0], cos[0], sin[0], 0))
+    assert len(calls) == 2
+
+
+def test_a_rotation_that_stores_neighbours_in_halves():
+    function = found("deepseek_v3", "apply_rotary_pos_emb_interleave")
+    rotation = rotation_of(function)
+    assert rotation == Rotation(
+        interleaved=True, angle_layout="first half", whole_head=True, deinterleave=True
+    )
+    q, k, cos, sin = (torch.randn(2, *shape) for shape in ((3, 5, 8), (1, 5, 8), (5, 8), (5, 8)))
+    norms = nn.ModuleList([LlamaRMSNorm(8), LlamaRMSNorm(8)])
+    fuse_layers(norms)
+    # No kernel has the norms before this rotation.
+    for ours, theirs in zip(
+        Rotate(function, rotation).norm_and_rotate(*norms, False, q, k, cos, sin),
+        function(LlamaRMSNorm(8)(q), LlamaRMSNorm(8)(k), cos, sin),
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
 def only_short(q, k, cos, sin):
     return rotated(q, k, cos, sin) if q.shape[2] < 100 else (q, k)
 
@@ -473,7 +538,7 @@ def test_another_eps_is_read_when_the_norm_runs():
     norm = LlamaRMSNorm(16)
     body, x = norm_of(norm), torch.full((2, 16), 1e-3)
     norm.variance_epsilon = 1.0
-    torch.testing.assert_close(bodies.apply_norm(body, norm, x, norm.weight), norm(x))
+    torch.testing.assert_close(bodies.apply_norm(body, norm, norm.weight, x), norm(x))
 
 
 def test_a_weight_of_several_dimensions_is_not_ours():

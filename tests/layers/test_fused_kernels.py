@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 from logitless.layers import norm
 from logitless.models import fuse_layers
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.layers.tiny import IDS, assert_same, error, step, tiny
+from tests.layers.tiny import IDS, assert_same, disturb, error, step, tiny
+from tests.models import every
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu" and not INTERPRETED, reason="test_fused_models.py tests the twins"
@@ -20,13 +21,22 @@ BF16 = torch.bfloat16
 
 
 # Between them: every operator, both orders of norm and addition, packed halves, both orders of norm and
-# transposition, interleaved rotation, LayerNorm.
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere"])
+# transposition, interleaved rotation, LayerNorm, rotation of one tensor.
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere", "Gemma4"])
 def test_loss_and_gradients_in_fp32(family):
     model, ids = tiny(family, num_hidden_layers=1).to(DEVICE), IDS.to(DEVICE)
     wanted = step(model, ids)
     fuse_layers(model)
     assert norm._runs_triton(torch.zeros(2, 2, device=DEVICE))
+    assert_same(step(model, ids), wanted, 1e-5)
+
+
+def test_a_gated_norm_in_fp32():
+    """Its gate is a part of a wider tensor."""
+    model, ids = every.tiny("BambaForCausalLM").to(DEVICE), IDS.to(DEVICE)
+    disturb(model)
+    wanted = step(model, ids)
+    assert "gated norm" in {part for parts in fuse_layers(model).report.fused.values() for part in parts}
     assert_same(step(model, ids), wanted, 1e-5)
 
 

@@ -1,6 +1,7 @@
 """What holds for every operator of the fused layers: strides, frozen operands, unused results, the same bits
 again, what is saved, and what is refused. The other files compare each with its stock module."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from logitless.layers.gated import gated
+from logitless.layers.gated_norm import gated_rms_norm
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from logitless.layers.rope import qk_norm_rope, rope
 from tests.kernels.support import DEVICE
@@ -65,6 +67,12 @@ OPERATORS = {
         add_layer_norm, ("x", "residual", "weight", "bias"), ("result 1", "weight", "row", "row")
     ),
     "rope": Operator(lambda q, k: rope(q, k, *tables(q)), ("q", "k"), ("table", "table"), HEADS),
+    "rope, deinterleaved": Operator(
+        lambda q, k: rope(q, k, *tables(q), interleaved=True, deinterleave=True),
+        ("q", "k"),
+        ("table", "table"),
+        HEADS,
+    ),
     "qk_norm_rope": Operator(
         lambda q, k, q_weight, k_weight: qk_norm_rope(q, k, *tables(q), q_weight, k_weight),
         ("q", "k", "q_weight", "k_weight"),
@@ -72,6 +80,12 @@ OPERATORS = {
         HEADS,
     ),
     "gated": Operator(gated, ("a", "b"), ("a", "b")),
+    "gated_rms_norm": Operator(gated_rms_norm, ("x", "gate", "weight"), ("x", "gate", "weight", "row")),
+    "gated_rms_norm, gate first": Operator(
+        functools.partial(gated_rms_norm, gate_first=True, activation="sigmoid", rounding="single"),
+        ("x", "gate", "weight"),
+        ("x", "gate", "weight", "row"),
+    ),
     "gated, packed": Operator(gated, ("a",), ("a",)),
 }
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
@@ -271,7 +285,7 @@ def meta(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-NORM, ROPE, GATED = "add_layer_norm", "qk_norm_rope", "gated"
+NORM, ROPE, GATED, GATED_NORM = "add_layer_norm", "qk_norm_rope", "gated", "gated_rms_norm"
 REFUSED = [
     (NORM, {"residual": zeros(4, 25)}, r"residual: expected x's shape \(4, 7, 24\), got \(4, 25\); "),
     (NORM, {"weight": zeros(23)}, r"weight: expected shape \(24,\), one entry per column, got \(23,\); "),
@@ -324,8 +338,23 @@ REFUSED = [
     (GATED, {"a": None}, "a: expected a floating-point tensor, got NoneType; "),
     (GATED, {"a": zeros(4, 23), "b": None}, r"a: expected an even last dimension without b, got \(4, 23\); "),
     (GATED, {"a": zeros()}, r"a: expected shape \(..., I\), got \(\); "),
+    (GATED_NORM, {"rounding": "gemma"}, "rounding: expected one of 'llama', 'single', got 'gemma'; "),
+    (GATED_NORM, {"activation": "gelu"}, "activation: expected one of 'silu', 'sigmoid', got 'gelu'; "),
+    (GATED_NORM, {"x": zeros()}, r"x: expected shape \(..., H\), H at least 1, got \(\); "),
+    (GATED_NORM, {"gate": None}, "gate: expected a floating-point tensor, got NoneType; "),
+    (GATED_NORM, {"gate": zeros(24)}, r"gate: expected x's shape \(4, 7, 24\), got \(24,\); "),
+    (GATED_NORM, {"gate": meta(4, 7, 24)}, "gate: expected x's device .*, got meta; move gate there"),
+    (GATED_NORM, {"weight": zeros(8), "group_size": 8}, r"weight: expected shape \(24,\), .*, got \(8,\); "),
+    (GATED_NORM, {"group_size": 7}, "group_size: expected a divisor of the 24 columns, got 7; "),
+    (GATED_NORM, {"group_size": 0}, "group_size: expected a divisor of the 24 columns, got 0; "),
 ]
-FUNCTIONS = {NORM: add_layer_norm, "add_rms_norm": add_rms_norm, ROPE: qk_norm_rope, GATED: gated}
+FUNCTIONS = {
+    NORM: add_layer_norm,
+    "add_rms_norm": add_rms_norm,
+    ROPE: qk_norm_rope,
+    GATED: gated,
+    GATED_NORM: gated_rms_norm,
+}
 
 
 @pytest.mark.parametrize(

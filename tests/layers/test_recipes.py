@@ -8,6 +8,7 @@ from logitless.layers import (
     add_layer_norm,
     add_rms_norm,
     gated,
+    gated_rms_norm,
     layer_norm,
     qk_norm_rope,
     recipes,
@@ -95,6 +96,15 @@ def test_gates(dtype, activation):
     assert_equal(collected(gated, a, b, activation=activation), 1)
     assert_equal(collected(gated, a, activation=activation), 1)
     assert_equal(collected(gated, a[:, ::2], b[:, ::2], activation=activation), 1)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_gated_norms(dtype, gate_first):
+    x, gate = (randn(3, 5, 48, seed=i, dtype=dtype).requires_grad_() for i in range(2))
+    weight, options = randn(48, seed=2), {"gate_first": gate_first}
+    assert_equal(collected(gated_rms_norm, x, gate, weight, **options), 1)
+    assert_equal(collected(gated_rms_norm, x[:, ::2], gate[:, ::2], weight, group_size=16, **options), 1)
 
 
 def test_inputs_are_what_the_operator_saves():

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_cohere
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave as rotate_deepseek,
+)
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_glm
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as rotate_gpt_oss
@@ -248,3 +251,34 @@ def test_gradients_of_angles():
     tables = [x.requires_grad_() for x in angles(2, 3, 6, FP64, "halves", "per sequence")]
     assert torch.autograd.gradcheck(rope, (*given[:2], *tables))
     assert torch.autograd.gradcheck(qk_norm_rope, (*given[:2], *tables, *given[2:]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 1, 5, 16), (1, 4, 4, 3, 24), (1, 2, 1, 1, 6)], ids=str)
+def test_neighbours_that_are_stored_in_halves(shape, dtypes, layout):
+    """DeepSeek-V3's rotation, from the formula of the others: it reads neighbours and stores halves."""
+    D = shape[-1]
+    cos, sin = angles(shape[0], shape[3], D, dtypes[1], "one per pair", "per sequence")
+    given = operands(shape, dtypes[0])
+
+    def ours(q, k):
+        q, k = laid_out(q, layout), laid_out(k, layout)
+        return rope(q, k, cos, sin, rotary_dim=D, interleaved=True, deinterleave=True)
+
+    def plain(q, k):
+        rotated = [plain_rotation(x, cos, sin, D, True) for x in (q, k)]
+        return tuple(torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in rotated)
+
+    def stock(q, k):
+        tables = [torch.cat([table, table], -1) for table in (cos, sin)]
+        return tuple(x.to(q.dtype) for x in rotate_deepseek(q, k, *tables))
+
+    assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(stock, given))
+
+
+@pytest.mark.parametrize("options", [{"interleaved": False}, {"interleaved": True, "rotary_dim": 8}], ids=str)
+def test_only_neighbours_of_whole_heads_are_stored_in_halves(options):
+    q, table = torch.zeros(1, 2, 3, 16, device=DEVICE), torch.zeros(1, 3, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="deinterleave: expected False unless interleaved=True and all 16"):
+        rope(q, None, table, table, **{"rotary_dim": 16} | options, deinterleave=True)

@@ -34,6 +34,13 @@ POST_NORMS = (
     "post_attention_layernorm and the addition after it",
     "post_feedforward_layernorm and the addition after it",
 )
+PER_LAYER_NORM = "post_per_layer_input_norm and the addition after it"
+GEMMA4 = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "global_head_dim": 8,
+    "num_kv_shared_layers": 0,
+}
 
 
 class Family(NamedTuple):
@@ -52,6 +59,7 @@ FAMILIES = {
     "Gemma": Family("GemmaConfig", ROPE, (ADD_NORM,), "gate act_fn"),
     "Gemma2": Family("Gemma2Config", ROPE, POST_NORMS, "gate act_fn"),
     "Gemma3": Family("Gemma3TextConfig", NORMED_ROPE, POST_NORMS, "gate act_fn"),
+    "Gemma4": Family("Gemma4TextConfig", ROPE, (*POST_NORMS, PER_LAYER_NORM), "gate act_fn", GEMMA4),
     "Phi3": Family("Phi3Config", ROPE, (ADD_NORM,), "gate activation_fn of both halves of one tensor"),
     "OLMo2": Family("Olmo2Config", ROPE, POST_NORMS, "gate act_fn"),
     "Granite": Family("GraniteConfig", ROPE, (ADD_NORM,), "gate act_fn", {"residual_multiplier": 0.7}),
@@ -131,6 +139,6 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         patched(fused_forwards, "add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated"),
-        patched(bodies, "rms_norm", "rope"),
+        patched(bodies, "rms_norm", "gated_rms_norm", "rope"),
     ):
         yield calls
