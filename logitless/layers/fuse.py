@@ -34,6 +34,11 @@ from logitless.layers.source import (
 )
 from logitless.layers.statements import FusibleNames
 
+# Reason for a module that `norm_of` knows no norm for.
+NO_NORM = (
+    "no fused norm gives its results in a test run, which takes one argument (two with a gate), an attribute "
+    "for eps, no parameter but a weight, no buffers and no submodules"
+)
 logger = logging.getLogger(__name__)
 
 # Classes of modules for which a report has a reason if they are not fused.
@@ -193,7 +198,7 @@ def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] |
         return (), None, "it calls the fused operator already"
     body = norm_of(module)
     if body is None:
-        return (), None, "it computes something else than the norms that can be fused"
+        return (), None, NO_NORM
     definitions = *definitions_of(type(module), "forward"), *activations_of(type(module), body.options)
     state = Recognized(body, definitions)
     description = "norm" if body.gate is None else "gated norm"

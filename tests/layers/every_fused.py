@@ -117,8 +117,8 @@ def short(what: str) -> str:
 # kernel already.
 MISSING = (
     ("torch's LayerNorm", "", ""),
-    ("something else than the norms", "Gated", "gated norm"),
-    ("something else than the norms", "", "other norm"),
+    ("no fused norm gives", "Gated", "gated norm"),
+    ("no fused norm gives", "", "other norm"),
     ("depend on more than its arguments", "", "other norm"),
     ("not a rotation", "", "rotation"),
     ("runs other code", "", "gate of grouped experts"),
