@@ -394,7 +394,7 @@ def run_head(
     *,
     deferred: float | Tensor = 1.0,
     heads: int = 1,
-    d_weight_in_stat_dtype: bool = False,
+    wide_d_weight: bool = False,
 ) -> tuple[Plan, Reader, Projection]:
     """Run the chunk loop of one head, and add its gradients, up to `deferred`, to `gradients`.
 
@@ -406,9 +406,9 @@ def run_head(
         factors, known, upstream: see `Reader.__init__`.
         deferred: the factor that the sums of gradients lack, besides the upstream gradient.
         heads: number of heads of the public call.
-        d_weight_in_stat_dtype: see `budget.plan_for`.
+        wide_d_weight: see `budget.plan_for`.
     """
-    plan = plan_for(call, rows, purpose, heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
+    plan = plan_for(call, rows, purpose, heads, wide_d_weight=wide_d_weight)
     readers = ReplayReader if call.sets is not None else call.loss.reader.of(call)
     reader = readers(call, rows, plan, factors, known, upstream)
     projections = Projection
@@ -495,7 +495,7 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main:
             factors,
             deferred=deferred,
             heads=len(chosen),
-            d_weight_in_stat_dtype=fixed_dtypes or main is not None,
+            wide_d_weight=fixed_dtypes or main is not None,
         )
         row = settled(call.loss, reader.reports, call.stat_dtype)
         # A new tensor, because the outputs of an operator must not be views of each other.
@@ -531,7 +531,7 @@ def _plan_into_main(call: HeadCall, solved: Solved) -> Plan:
         solved: the result of the forward pass, which computed no gradients.
     """
     call = call.with_shards(solved.rows.shards)
-    later = plan_for(call, solved.rows, Pass.SOLVE, d_weight_in_stat_dtype=True)
+    later = plan_for(call, solved.rows, Pass.SOLVE, wide_d_weight=True)
     return replace(solved.plan, in_backward=later)
 
 
@@ -637,7 +637,7 @@ def token_gradients(
         row_statistics,
         grads,
         deferred=deferred,
-        d_weight_in_stat_dtype=fixed_dtypes,
+        wide_d_weight=fixed_dtypes,
     )
     return deferred, gradients
 

@@ -177,7 +177,7 @@ def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary:
 
 
 def plan_for(
-    call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, d_weight_in_stat_dtype: bool = False
+    call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide_d_weight: bool = False
 ) -> Plan:
     """Make the plan of a pass: its strategy, and chunks within `logits_budget` or the default budget of the
     device.
@@ -190,7 +190,7 @@ def plan_for(
         rows: the rows to project.
         purpose: the kind of the pass.
         heads: number of heads of the public call.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype` for any number of chunks: with
+        wide_d_weight: whether d_weight is summed in `stat_dtype` for any number of chunks: with
             several heads, with a main gradient, and if the dtype must not depend on the number of tokens.
             `accum_dtype` of the loss overrides it. A single chunk then spares no memory.
     """
@@ -223,7 +223,7 @@ def plan_for(
     # in Pass.STATISTICS, so that this pass has the chunks of the Pass.GRADIENTS that follows if their rows
     # take the same bytes. In fp16 it is not counted, because d_weight is always fp32.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
-    if summed and not d_weight_in_stat_dtype and loss.accum_dtype is None:
+    if summed and not wide_d_weight and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize
     facts = Facts(
         rows.count,

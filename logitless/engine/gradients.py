@@ -23,19 +23,19 @@ class SumDtypes(NamedTuple):
     bias: torch.dtype
 
 
-def sum_dtypes(call: HeadCall, *, multi_head: bool, d_weight_in_stat_dtype: bool) -> SumDtypes:
+def sum_dtypes(call: HeadCall, *, multi_head: bool, wide_d_weight: bool) -> SumDtypes:
     """Return the dtypes in which the gradients of a head are summed.
 
     Args:
         call: the head.
         multi_head: whether the public call has several heads.
-        d_weight_in_stat_dtype: whether d_weight is summed in `stat_dtype`: with several chunks, and in the
+        wide_d_weight: whether d_weight is summed in `stat_dtype`: with several chunks, and in the
             calls that `budget.plan_for` names. `accum_dtype` of the loss overrides it.
     """
     weight = call.loss.accum_dtype
     if weight is None:
         # In fp16 the sum may overflow although the mean does not.
-        weight = call.stat_dtype if d_weight_in_stat_dtype or call.dtype == torch.float16 else call.dtype
+        weight = call.stat_dtype if wide_d_weight or call.dtype == torch.float16 else call.dtype
     hidden = call.stat_dtype if multi_head else d_hidden_dtype(call.dtype)
     return SumDtypes(hidden, weight, call.stat_dtype)
 
@@ -45,7 +45,7 @@ def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torc
     several = len(calls) > 1
     sums = {}
     for call in calls:
-        dtypes = sum_dtypes(call, multi_head=several, d_weight_in_stat_dtype=True)
+        dtypes = sum_dtypes(call, multi_head=several, wide_d_weight=True)
         hidden, weight, bias, layers = call.indices
         if call.needs.hidden:
             sums[hidden] = call.hidden.shape, dtypes.hidden
@@ -113,7 +113,7 @@ class Gradients:
         V, H = call.weight.shape
         _, weight, bias, _ = call.indices
         dtypes = sum_dtypes(
-            call, multi_head=self._several, d_weight_in_stat_dtype=several_chunks or self._fixed_dtypes
+            call, multi_head=self._several, wide_d_weight=several_chunks or self._fixed_dtypes
         )
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)

@@ -88,7 +88,10 @@ class Span(NamedTuple):
 
 
 class Write(Enum):
-    """When a pass writes the gradients of a chunk."""
+    """When a pass completes the gradients of a chunk.
+
+    The gradient of the logits up to a factor per row may be written earlier, when the chunk is read.
+    """
 
     NEVER = "never"
     BEFORE_LOSS = "when the chunk is projected"
@@ -133,7 +136,7 @@ class Plan:
             recompute groups: `parts`).
         spans: the rows on which the loss is evaluated together, with their chunks, in order.
         reads: whether a chunk is read (its statistics are computed) when it is first projected.
-        writes: when the gradients of a chunk are written.
+        writes: when the gradients of a chunk are completed.
         evaluates: whether the loss of a span is evaluated when all its chunks are read.
         rows: number of projected tokens: the supervised tokens, or all tokens with `compact=False`.
         row_bytes: bytes of one row of logits and its temporaries.

@@ -12,7 +12,7 @@ from logitless.engine.terms import Term
 from logitless.errors import value_error
 from logitless.losses.arguments import CallArguments, accept_missing_targets, check_options
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.declarations import cached_loss
+from logitless.losses.declarations import OPTIONAL_FIELDS, cached_loss
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
 
 
@@ -147,7 +147,8 @@ def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:
     return class_weights[targets.clamp(0, class_weights.shape[0] - 1)]
 
 
-OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
+# The fields that `linear_cross_entropy`, which returns the loss alone, takes.
+OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss) if field.name not in OPTIONAL_FIELDS)
 
 
 @accept_missing_targets

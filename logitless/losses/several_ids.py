@@ -191,7 +191,9 @@ def linear_topk(
         >>> torch.allclose(logps, (hidden @ weight.T).log_softmax(-1).topk(4).values, atol=1e-4)
         True
     """
-    check_options(head, HEAD_OPTIONS, linear_topk)
+    # There are no labels, and no gradient.
+    allowed = [name for name in HEAD_OPTIONS if name not in ("ignore_index", "accum_dtype")]
+    check_options(head, tuple(allowed), linear_topk)
     if not isinstance(k, int) or isinstance(k, bool):
         raise type_error("k", "a whole number", repr(k), "pass a number of token ids")
     if k < 1:

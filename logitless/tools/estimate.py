@@ -401,9 +401,7 @@ class _Planner:
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(
-                    call, rows, purpose, len(heads), d_weight_in_stat_dtype=has_several_heads
-                )
+                self.plan = plan_for(call, rows, purpose, len(heads), wide_d_weight=has_several_heads)
             self.planned.append((call, self.plan, purpose))
         if is_statistics_pass and call.trainable and not call.keeps_dlogp_dhidden:
             with self._on_card():
@@ -455,8 +453,8 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, x_purpose in self.planned if x_purpose is Pass.SOLVE]
         has_several_heads = len(solved) > 1
-        d_weight_in_stat_dtype = has_several_heads or plan.chunks > 1
-        dtypes = sum_dtypes(call, multi_head=has_several_heads, d_weight_in_stat_dtype=d_weight_in_stat_dtype)
+        wide_d_weight = has_several_heads or plan.chunks > 1
+        dtypes = sum_dtypes(call, multi_head=has_several_heads, wide_d_weight=wide_d_weight)
         gradient_sums = []
         if call.needs.weight:
             gradient_sums.append((call.weight.numel(), dtypes.weight))

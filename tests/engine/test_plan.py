@@ -203,12 +203,11 @@ def test_what_sums_d_weight(frozen):
         h, w = hidden.to(dtype), weight.detach().to(dtype).requires_grad_(not frozen)
         made, rows = resolve_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
         own_sum = dtype == torch.bfloat16 and accum_dtype is None and not wide
-        assert plan_for(made, rows, Pass.SOLVE, d_weight_in_stat_dtype=wide).chunks == (
+        assert plan_for(made, rows, Pass.SOLVE, wide_d_weight=wide).chunks == (
             1 if own_sum and not frozen else 2
         )
         first, then = (
-            plan_for(made, rows, purpose, d_weight_in_stat_dtype=wide)
-            for purpose in (Pass.STATISTICS, Pass.GRADIENTS)
+            plan_for(made, rows, purpose, wide_d_weight=wide) for purpose in (Pass.STATISTICS, Pass.GRADIENTS)
         )
         assert [span.chunks for span in first.spans] == [span.chunks for span in then.spans]
 

@@ -343,6 +343,19 @@ def test_options_of_a_function_are_named_one_by_one(name):
     assert "head is meant" not in refused(lambda: linear_cross_entropy(*ALL_THREE, **{name: 1}), message)
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda **options: linear_cross_entropy(*ALL_THREE, **options), "return_logps"),
+        (lambda **options: linear_cross_entropy(*ALL_THREE, **options), "return_predictions"),
+        (lambda **options: linear_topk(*ALL_THREE[:2], 2, **options), "ignore_index"),
+        (lambda **options: linear_topk(*ALL_THREE[:2], 2, **options), "accum_dtype"),
+    ],
+)
+def test_an_option_without_effect_is_refused(function, name):
+    refused(lambda: function(**{name: None}), f"options: expected any of .*, got {name}; ")
+
+
 def test_cispo_without_its_bound():
     message = "epsilon_high: expected the ratio's upper bound for cispo, got None"
     refused(lambda: GRPOLoss(loss_type="cispo"), message)
