@@ -189,9 +189,9 @@ class FusedLinearBase(torch.autograd.Function):
        autograd does not retain the graph.
     7. `backward` returns one gradient per trained tensor, and None for all other tensors.
 
-    FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the arguments of the
-    Function are plain tensors. The autograd node of this gather averages d_weight over the ranks after step
-    7.
+    FSDP2: `make_head_call` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the arguments
+    of the Function are plain tensors. The autograd node of this gather averages d_weight over the ranks after
+    step 7.
 
     tp_group: `weight` is this rank's shard (V_r, H). The passes exchange statistics per token and all-reduce
     d_hidden; d_weight (V_r, H) is complete without a collective.

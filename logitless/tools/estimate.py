@@ -453,7 +453,7 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, x_purpose in self.planned if x_purpose is Pass.SOLVE]
         has_several_heads = len(solved) > 1
-        wide_d_weight = has_several_heads or plan.chunks > 1
+        wide_d_weight = has_several_heads or plan.d_weight_parts > 1
         dtypes = sum_dtypes(call, multi_head=has_several_heads, wide_d_weight=wide_d_weight)
         gradient_sums = []
         if call.needs.weight:
