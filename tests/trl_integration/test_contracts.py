@@ -23,11 +23,19 @@ from logitless.models.logits import Deferral
 from logitless.trl_integration import distillation
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Replacement
 from logitless.trl_integration.head import GatherableLogits
+from logitless.trl_integration.pairs import ADAPTERS
 
 from .compare import chunked_loss
 
 SCRIPT = "script_args training_args model_args dataset_args"
 LOSS = "self model inputs return_outputs num_items_in_batch"
+ASYNC = "trl.experimental.async_distillation.async_distillation_trainer"
+LOGPS = "logits labels average_log_prob is_encoder_decoder"
+BOTH = "student_logits teacher_logits"
+JSD = f"{BOTH} labels beta temperature reduction"
+SELECTIVE = "logits index temperature row_mask"
+SELF_DISTILLATION = "self model inputs distillation_logits"
+SELF_DISTILLING = ("sdft.sdft_trainer", "sdft.loss_utils", "sdpo.sdpo_trainer", "sdpo.loss_utils")
 
 # By path: the names of the parameters
 SIGNATURES = {
@@ -36,7 +44,9 @@ SIGNATURES = {
     "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func": (
         "gate_logits num_experts top_k attention_mask"
     ),
-    "trl:SFTTrainer.compute_loss": LOSS,
+    "trl.trainer.sft_trainer:SFTTrainer.compute_loss": LOSS,
+    "trl.trainer.distillation_trainer:DistillationTrainer.compute_loss": LOSS,
+    f"{ASYNC}:AsyncDistillationTrainer.compute_loss": LOSS,
     "trl.trainer.distillation_trainer:_chunked_divergence_loss": (
         "student_hidden_states teacher_hidden_states student_lm_head_weight teacher_lm_head_weight "
         "completion_mask beta num_items_in_batch "
@@ -59,12 +69,30 @@ SIGNATURES = {
     "trl.experimental.online_dpo:OnlineDPOTrainer._forward": (
         "self model prompt_ids prompt_mask completion_ids completion_mask vision_inputs"
     ),
-    "trl.experimental.async_distillation.async_distillation_trainer:_chunked_jsd_loss": (
+    f"{ASYNC}:_chunked_jsd_loss": (
         "hidden_valid lm_head_weight lm_head_bias logit_scale final_logit_softcapping target_ids "
         "teacher_target_logps valid_candidate_mask "
         "beta temperature add_tail_bucket teacher_id_idx num_teachers chunk_size"
     ),
-    "trl.experimental.async_distillation.async_distillation_trainer:_add_tail_bucket": "log_probs valid_mask",
+    f"{ASYNC}:_add_tail_bucket": "log_probs valid_mask",
+    "trl.experimental.orpo:ORPOTrainer.get_batch_logps": LOGPS,
+    "trl.experimental.cpo:CPOTrainer.get_batch_logps": LOGPS,
+    "trl.experimental.gkd:GKDTrainer.generalized_jsd_loss": f"{JSD} num_items_in_batch",
+    "trl.experimental.gold:GOLDTrainer.generalized_jsd_loss": f"{JSD} logits_are_probs num_items_in_batch",
+    "trl.experimental.iw_opd:IWOPDTrainer.generalized_jsd_loss": f"{JSD} top_k add_tail num_items_in_batch",
+    "trl.experimental.a2po.a2po_trainer:selective_log_softmax": SELECTIVE,
+    "trl.experimental.sdft:SDFTTrainer._compute_self_distillation_loss": SELF_DISTILLATION,
+    "trl.experimental.sdpo:SDPOTrainer._compute_self_distillation_loss": SELF_DISTILLATION,
+    **{f"trl.experimental.{name}:selective_log_softmax": SELECTIVE for name in SELF_DISTILLING},
+    **{
+        f"trl.experimental.{name}:compute_{kind}_self_distillation_loss": f"{BOTH} distillation_{rest}"
+        for name in SELF_DISTILLING
+        if name.endswith("trainer")
+        for kind, rest in (
+            ("full_logit", "alpha"),
+            ("topk", "topk distillation_alpha distillation_add_tail"),
+        )
+    },
 } | {f"trl.scripts.{name}:main": SCRIPT for name in ("sft", "dpo", "kto", "grpo", "rloo", "distillation")}
 
 
@@ -87,6 +115,15 @@ def test_parameters(path):
     assert parameters == SIGNATURES[path].split(), (
         f"{path}: its parameters have changed in TRL {trl.__version__}"
     )
+
+
+def test_every_replaced_function_is_named():
+    replaced = [
+        name if ":" in name else f"{adapter.path}Trainer.{name}"
+        for adapter in ADAPTERS.values()
+        for name in adapter.replacements
+    ]
+    assert len(replaced) > 20 and set(replaced) <= SIGNATURES.keys()
 
 
 def test_fields_of_the_fused_output():
