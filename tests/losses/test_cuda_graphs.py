@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from logitless.engine import compiled
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
 from tests.support import DEVICE
@@ -54,9 +55,26 @@ def test_nothing_is_read_back(name, packed, dtype):
         assert {"hidden", "weight"} <= every_loss.gradients(value, x, heads).keys()
 
 
+# Losses whose evaluation is compiled as well, which is the default on a GPU and takes seconds.
+EVALUATED = ("cross-entropy", "DPO", "GRPO")
+
+
+@pytest.fixture
+def compiles(request, monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILES_ON", ("cuda",) if request.param else ())
+
+
+def calls_of(names) -> pytest.MarkDecorator:
+    """Each loss, evaluated uncompiled; then some by a compiled graph."""
+    calls = [pytest.param(name, False, id=name) for name in names]
+    calls += [pytest.param(name, True, id=f"{name}, compiled") for name in EVALUATED]
+    return pytest.mark.parametrize(("name", "compiles"), calls, indirect=["compiles"])
+
+
 @needs_cuda
 @BUDGETS
-@pytest.mark.parametrize("name", LOSSES)
+@calls_of(LOSSES)
+@pytest.mark.usefixtures("compiles")
 def test_no_host_sync(name, budget):
     heads, x = every_loss.heads(), every_loss.given(6)
 
@@ -75,7 +93,8 @@ def test_no_host_sync(name, budget):
 
 @needs_cuda
 @BUDGETS
-@pytest.mark.parametrize("name", CAPTURED)
+@calls_of(CAPTURED)
+@pytest.mark.usefixtures("compiles")
 def test_capture(name, budget):
     """A capture by hand: forward and backward of the loss alone."""
     heads, x = every_loss.heads(), every_loss.given(6)
