@@ -221,13 +221,11 @@ def test_topk_of_equal_logits_and_without_gradient():
 
 
 def test_topk_of_one_id():
-    """Also where that is the ignored one: `linear_topk` has no labels."""
     mask = torch.tensor([True, False, True])
     hidden, weight = torch.randn(3, 2), torch.randn(1, 2)
-    for options in ({}, {"ignore_index": 0}):
-        found = linear_topk(hidden, weight, 1, mask=mask, **options)
-        assert not found.logps.any() and not found.ids.any()
-        torch.testing.assert_close(found.lse, (hidden @ weight.T)[:, 0] * mask)
+    found = linear_topk(hidden, weight, 1, mask=mask)
+    assert not found.logps.any() and not found.ids.any()
+    torch.testing.assert_close(found.lse, (hidden @ weight.T)[:, 0] * mask)
 
 
 def test_topk_ranks_unrounded_logits():

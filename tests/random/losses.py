@@ -371,7 +371,8 @@ def topk(w: World, z: Tensor):
 
 def make_topk(w: World) -> Callable:
     def call(hidden: Tensor, weight, targets: Tensor, **given) -> ll.LossOutput:
-        options = {name: x for name, x in w.options.items() if name != "ignore_index"}
+        without_effect = ("ignore_index", "accum_dtype")
+        options = {name: x for name, x in w.options.items() if name not in without_effect}
         out = ll.linear_topk(hidden, weight, min(w.case.inputs["k"], w.case.V), **given, **options)
         return ll.LossOutput(out.lse.new_zeros(()), {}, None, out._asdict())
 
