@@ -60,6 +60,7 @@ LIBRARY = __name__.partition(".")[0]
 # Class -> identities of its losses that may be compiled: at most `MOST_IDENTITIES`.
 _IDENTITIES: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 MOST_IDENTITIES = 16
+NONE = ""  # the identity of a loss that a graph has constructed: it does not name the fields
 # Key -> `Graph`; None: the evaluation of this key is not compiled.
 _GRAPHS = Remembered()
 _LOCK = threading.Lock()
@@ -151,7 +152,9 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
 def _is_switched_off() -> bool:
     """Whether the user has switched off the compiler by a stance, or has restricted what it compiles."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and (dynamo._stance.stance != "default" or dynamo.config.disable)
+    if dynamo is None:
+        return False
+    return dynamo._stance.stance != "default" or getattr(dynamo.config, "disable", False)
 
 
 def _is_one_of_few(loss: LossSpec) -> bool:
@@ -161,11 +164,14 @@ def _is_one_of_few(loss: LossSpec) -> bool:
     saves.
     """
     seen = _IDENTITIES.setdefault(type(loss), set())
+    if loss.identity == NONE:
+        return False
     if loss.identity in seen:
         return True
     if len(seen) == MOST_IDENTITIES:
         name = type(loss).__name__
         logger.info("%s with other fields than the first %s is evaluated uncompiled", name, len(seen))
+        seen.add(NONE)  # the line is logged once
     elif len(seen) < MOST_IDENTITIES:
         seen.add(loss.identity)
         return True
