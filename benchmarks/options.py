@@ -56,7 +56,8 @@ def chosen_device(name: str, quick: bool) -> torch.device:
     return device
 
 
-# A run of a part goes nowhere but to --out: in the folder of results it would replace whole tables.
+# A run with one of these options is written only if --out names a file: in `results/`, the file would replace
+# the tables of a complete run.
 OF_PARTS = ("--only", "--skip", "--shapes", "--part", "--model", "--operator", "--row", "--trainer")
 
 

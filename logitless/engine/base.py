@@ -2,11 +2,10 @@
 
     for span in plan.spans:                          # the rows that one evaluation of the loss needs
         for chunk in span.chunks:
-            statistics = read(chunk)                 # product 1, logits = hidden @ weight.T, within the
-                                                     # budget; Triton cross-entropy: a few numbers per token
+            statistics = read(chunk)                 # logits = hidden @ weight.T (product 1); cross-entropy
         loss, d_statistics = evaluate(terms)         # the loss class: value, gradient, metrics
         for chunk in span.chunks:
-            d_logits = write(logits, d_statistics)   # then both products of the gradients
+            d_logits = write(chunk, d_statistics)    # then both products of the gradients
 
 If the gradient of every row is a multiple of d logp / d logits, `read` also writes the gradient of the
 logits, up to a factor per row, and product 2 (d_hidden) is queued before the loss is evaluated. This is so in

@@ -60,7 +60,6 @@ LIBRARY = __name__.partition(".")[0]
 # Class -> identities of its losses that may be compiled: at most `MOST_IDENTITIES`.
 _IDENTITIES: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 MOST_IDENTITIES = 16
-NONE = ""  # the identity of a loss that a graph has constructed: it does not name the fields
 # Key -> `Graph`; None: the evaluation of this key is not compiled.
 _GRAPHS = Remembered()
 _LOCK = threading.Lock()
@@ -158,24 +157,22 @@ def _is_switched_off() -> bool:
 
 
 def _is_one_of_few(loss: LossSpec) -> bool:
-    """Whether the process has evaluated few losses of this class with other fields.
+    """Whether this loss is one of the first `MOST_IDENTITIES` of its class in this process.
 
-    A coefficient with a schedule makes another loss of each step, which takes longer to compile than a graph
-    saves.
+    A coefficient with a schedule makes another loss in each step, which takes longer to compile than a graph
+    saves. A loss that a user's graph has constructed has no identity, so its fields cannot be in a key.
     """
-    seen = _IDENTITIES.setdefault(type(loss), set())
-    if loss.identity == NONE:
+    if not loss.identity:
         return False
+    seen = _IDENTITIES.setdefault(type(loss), set())
     if loss.identity in seen:
         return True
     if len(seen) == MOST_IDENTITIES:
         name = type(loss).__name__
-        logger.info("%s with other fields than the first %s is evaluated uncompiled", name, len(seen))
-        seen.add(NONE)  # the line is logged once
-    elif len(seen) < MOST_IDENTITIES:
-        seen.add(loss.identity)
-        return True
-    return False
+        logger.debug("%s is evaluated uncompiled: %s others of its class are compiled", name, len(seen))
+        return False
+    seen.add(loss.identity)
+    return True
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     y = n(x act(gate))        gate, then norm (`gate_first`): Mamba 2, Bamba, Nemotron-H, Zamba 2
 
 with n(h) = h / sqrt(mean(h^2) + eps) * weight, and act(a) = a sigmoid(a) ("silu") or sigmoid(a). With
-`group_size`, each group of neighbouring columns has a mean square of its own.
+`group_size`, the mean is taken over each group of adjacent columns.
 
 With z the normalized group, s = 1 / sqrt(mean(h^2) + eps), and g = d_y act(gate), with `gate_first` g = d_y:
 
@@ -196,7 +196,9 @@ def _activation_derivative(gate: Tensor, activation: str) -> Tensor:
 def _backward_twin(d_y, x, gate, weight, rstd, config: GatedNormConfig, needs_d_weight: bool):
     """Return the gradients of x, gate and weight."""
     compute_dtype = rstd.dtype
-    g, h, a = (t.to(compute_dtype) for t in (d_y, x, gate))
+    g = d_y.to(compute_dtype)
+    h = x.to(compute_dtype)
+    a = gate.to(compute_dtype)
     act = ACTIVATIONS[config.activation](a)
     derivative = _activation_derivative(a, config.activation)
     factor = None if weight is None else weight.to(compute_dtype)

@@ -53,7 +53,8 @@ class Statistic(NamedTuple):
 
 def _merge_is_top1(softmax: MergedSoftmax, is_top1: Tensor) -> Tensor:
     # Among equal logits, the first one is the arg-max.
-    lse, z_y = softmax.lse, softmax.target_logit
+    lse = softmax.lse
+    z_y = softmax.target_logit
     slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
     ranks = torch.arange(len(is_top1), device=lse.device)[:, None]
     earlier = ranks < softmax.has_target.long().argmax(0)

@@ -1,5 +1,8 @@
-"""Run in a process of its own, by test_bound_launches.py: every call of `read` on a simulated Hopper GPU
-launches each kernel with operands for which Triton compiles the kernel that it was bound to."""
+"""Check the bound launches of `fused_projection_triton.read` on a simulated Hopper GPU.
+
+Each launch must have operands for which Triton compiles the kernel that was bound. test_bound_launches.py
+runs this file in a separate process, because the simulation patches torch and the library.
+"""
 
 import itertools
 from types import SimpleNamespace
