@@ -612,9 +612,10 @@ def plot(
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
     if proofs := every("convergence", results, partial=True):
-        proof = proof_tables.together([document for _, document in proofs])
+        parts = [document for _, document in proofs]
+        proof = proof_tables.together(parts)
         page = root / "docs" / "proof.md"
-        tables |= {(page, name): body for name, body in proof_tables.of_page(proof).items()}
+        tables |= {(page, name): body for name, body in proof_tables.of_page(parts).items()}
         tables[page, "proof-origin"] = origin(proof, *proofs)
     for (page, name), body in tables.items():
         try:
@@ -632,7 +633,8 @@ def plot(
         typer.echo(f"{drawn}: drawn from {fitted[0]}")
     if proofs:
         drawn = root / "docs" / "proof.png"
-        proof_picture.draw(proof, drawn)
+        runs = proof_tables.widest(proof_tables.with_part(parts, "runs"))["runs"]
+        proof_picture.draw(proof | {"runs": runs}, drawn)
         typer.echo(f"{drawn}: drawn from {', '.join(path.name for path, _ in proofs)}")
     if "layers" in documents:
         drawn = root / "docs" / "layers.png"

@@ -39,18 +39,33 @@ def together(documents: list[dict]) -> dict:
     }
 
 
-def of_page(document: dict) -> dict[str, str]:
-    """Each table of the page, by the name of its markers."""
+def widest(documents: list[dict]) -> dict:
+    """The result whose training runs are of the most implementations, the newest of several."""
+    return max(reversed(documents), key=lambda document: len({run["variant"] for run in document["runs"]}))
+
+
+def of_page(documents: list[dict]) -> dict[str, str]:
+    """Each table of the page, by the name of its markers; of the training runs, one for each result."""
+    document = together(documents)
+    runs = [(curves.table(each["statistics"], "github"), each) for each in with_part(documents, "statistics")]
+    recipes = [(outcomes(each["outcomes"], "github"), each) for each in with_part(documents, "outcomes")]
     return {
         "proof-heads": heads(document),
         "proof-detail": gradient_errors.table(section_of(document, DETAILED), "github"),
         "proof-objectives": objectives(document),
         "proof-shadow": shadow(document),
-        "proof-curves": curves.table(document["statistics"], "github"),
-        "proof-outcomes": outcomes(document["outcomes"], "github")
-        if "outcomes" in document
-        else "*Not measured yet.*",
+        "proof-curves": "\n\n".join(f"{table}\n\n{source(each)}" for table, each in reversed(runs)),
+        "proof-outcomes": "".join(f"{table}\n\n{source(each)}" for table, each in recipes[-1:])
+        or "*Not measured yet.*",
     }
+
+
+def with_part(documents: list[dict], part: str) -> list[dict]:
+    return [document for document in documents if document.get(part)]
+
+
+def source(document: dict) -> str:
+    return f"One {document['device']}, {document['date'][:10]}, commit {document['commit']}."
 
 
 def heads(document: dict) -> str:
@@ -125,8 +140,8 @@ def outcomes(rows: list[dict], form: str = "simple") -> str:
 
     def less(row: dict, variant: str) -> str:
         found = row[variant]["interval"]
-        between = "" if found is None else ", {:+.4f} to {:+.4f}".format(*found)
-        return f"{row[variant]['mean']:+.4f}{between}"
+        between = "" if found is None else ", {:+.2g} to {:+.2g}".format(*found)
+        return f"{row[variant]['mean']:+.2g}{between}"
 
     body = []
     for row in rows:

@@ -396,6 +396,14 @@ def test_pages_are_those_of_the_results(tmp_path):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_has_the_runs_of_the_most_implementations():
+    few, many, newer = (
+        {"runs": [{"variant": name} for name in names]} for names in (["a"], ["a", "b", "b"], ["a", "c"])
+    )
+    assert proof_tables.widest([many, newer, few]) is newer
+    assert proof_tables.widest([newer, many, few]) is many
+
+
 def test_parts_of_the_proof_are_shown_together():
     first = {"device": "A", "versions": {"torch": "1", "cuda": None}, "absent": {"outcomes": "no"}}
     first |= {"left_out": ["x"], "runs": [1], "gradients": [2]}
