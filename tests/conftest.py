@@ -10,6 +10,8 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On a GPU, graphs take seconds to compile. Tests of graphs make their own setting.
 os.environ.setdefault("LOGITLESS_COMPILE", "0")
+# Tests replace what a captured pass would not call again. Tests of captured passes make their own setting.
+os.environ.setdefault("LOGITLESS_CUDA_GRAPHS", "0")
 
 import gc  # noqa: E402
 import logging  # noqa: E402

@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,10 @@ from torch.autograd import forward_ad
 
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Signature, pack, unpack, with_needs
+from logitless.engine.captured import captured_solve
 from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import over_rows
-from logitless.engine.gradients import Gradients, either, finish
+from logitless.engine.gradients import Gradients, Solved, either, finish
 from logitless.engine.graph_names import graph_key
 from logitless.engine.plan import Pass, Plan, Write
 from logitless.engine.projection import Chunk, Projection
@@ -429,31 +431,6 @@ def run_head(
 
 
 @dataclass
-class Solved:
-    """The loss of a call, and its gradients up to a deferred factor."""
-
-    loss: Tensor  # 0-d
-    metrics: Tensor  # (heads, 1 + metrics): the loss of each head without its coefficient, then its metrics
-    tokens: list[Tensor]  # (N,) per-token statistics, in the order of `solved_names`
-    deferred: float | Tensor  # the factor by which the gradients must still be multiplied; a number, or 0-d
-    gradients: Gradients
-    plan: Plan  # of the last head
-    rows: Rows  # of the last head
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the host knows that the deferred factor is 1."""
-        return isinstance(self.deferred, float) and self.deferred == 1.0
-
-    @property
-    def deferred_on_device(self) -> Tensor:
-        """The deferred factor as a 0-d tensor in the dtype of the loss."""
-        if isinstance(self.deferred, Tensor):
-            return self.deferred
-        return torch.full((), self.deferred, dtype=self.loss.dtype, device=self.loss.device)
-
-
-@dataclass
 class Statistics:
     """Per-token statistics of a call."""
 
@@ -473,14 +450,23 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
         main: (V, H) to which the complete gradient of the weight is added.
     """
     if len(calls) == 1 and main is None:
-        return over_rows(
-            calls[0], lambda call, rows: _solve([(call, rows)], fixed_dtypes=fixed_dtypes, main=None)
-        )
+
+        def run(call: HeadCall, rows: Rows, gradients: Gradients | None = None) -> Solved:
+            return _solve([(call, rows)], gradients, fixed_dtypes=fixed_dtypes, main=None)
+
+        return over_rows(calls[0], run, partial(captured_solve, solve=run, fixed_dtypes=fixed_dtypes))
     return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes or len(calls) > 1, main=main)
 
 
-def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, fixed_dtypes: bool, main: Tensor | None) -> Solved:
-    gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
+def _solve(
+    chosen: Sequence[tuple[HeadCall, Rows]],
+    gradients: Gradients | None = None,
+    *,
+    fixed_dtypes: bool,
+    main: Tensor | None,
+) -> Solved:
+    if gradients is None:
+        gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
     deferred = gradients.deferred
     losses = []
     metrics = []

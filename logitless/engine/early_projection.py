@@ -45,13 +45,19 @@ class Streak:
 _STREAKS = Remembered()
 
 
-def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result:
+def over_rows(
+    call: HeadCall,
+    run: Callable[[HeadCall, Rows], Result],
+    run_captured: Callable[[HeadCall], tuple[bool, Result | None]] | None = None,
+) -> Result:
     """Run a pass over the supervised rows of a call.
 
     Args:
         call: the call of one head.
         run: the pass, called as run(call, rows). It must have no side effects, because it runs a second time
             if the result of an early projection is discarded.
+        run_captured: the pass over every row as a CUDA graph (`captured.captured_solve`): returns whether
+            there is one, and its result, None if not every row is supervised.
 
     Returns:
         What `run` returns.
@@ -63,22 +69,35 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
     if streak is not None and streak.length >= streak.needed and _has_faults(call):
         streak.length = 0
     elif streak is not None and streak.length >= streak.needed:
-        early = EarlyProjection(call)
-        try:
-            result = run(early.call, early.rows)
-        except Exception:
-            if early.is_valid():
-                raise
-        else:
-            if early.is_valid():
-                return result
-            del result  # free the result before the second pass allocates
+        result = _over_every_row(call, run, run_captured)
+        if result is not None:
+            return result
         streak.length = 0
         streak.needed *= PATIENCE
     call, rows = resolve_rows(call)
     if streak is not None:
         streak.length = streak.length + 1 if rows.count == call.targets.shape[0] else 0
     return run(call, rows)
+
+
+def _over_every_row(
+    call: HeadCall,
+    run: Callable[[HeadCall, Rows], Result],
+    run_captured: Callable[[HeadCall], tuple[bool, Result | None]] | None,
+) -> Result | None:
+    """Run a pass over every row; None if not every row is supervised, which the host reads at the end."""
+    if run_captured is not None:
+        is_captured, result = run_captured(call)
+        if is_captured:
+            return result
+    early = EarlyProjection(call)
+    try:
+        result = run(early.call, early.rows)
+    except Exception:
+        if early.is_valid():
+            raise
+        return None
+    return result if early.is_valid() else None
 
 
 class EarlyProjection:
@@ -90,16 +109,12 @@ class EarlyProjection:
     """
 
     def __init__(self, call: HeadCall):
-        loss = call.loss
-        num_items = call.num_items if loss.reduction == "mean" else None
-        targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
-        inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
-        self.call = call.with_targets(targets, inputs)
+        self.call, wrong = with_clamped_targets(call)
         self.rows = every_row(call)
         self._wrong = wrong.to("cpu", non_blocking=True)
         self._copied = None
-        if targets.is_cuda:
-            self._copied = torch.cuda.current_stream(targets.device).record_event()
+        if wrong.is_cuda:
+            self._copied = torch.cuda.current_stream(wrong.device).record_event()
 
     def is_valid(self) -> bool:
         """Whether every row is supervised.
@@ -109,6 +124,17 @@ class EarlyProjection:
         if self._copied is not None:
             self._copied.synchronize()
         return not any(self._wrong.tolist())
+
+
+def with_clamped_targets(call: HeadCall) -> tuple[HeadCall, Tensor]:
+    """(The call with its targets clamped to ids of the vocabulary; counts that are all 0 if every row is
+    supervised.)
+    """
+    loss = call.loss
+    num_items = call.num_items if loss.reduction == "mean" else None
+    targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
+    inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
+    return call.with_targets(targets, inputs), wrong
 
 
 def _streak(call: HeadCall) -> Streak | None:

@@ -1,4 +1,6 @@
-"""Sums of the gradients over chunks and heads, up to the deferred factor; the checks of a main gradient."""
+"""Sums of the gradients over chunks and heads, up to the deferred factor; the result of a pass that computes
+them; the checks of a main gradient.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +11,9 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall, d_hidden_dtype
+from logitless.engine.plan import Plan
 from logitless.engine.projection import Chunk, Projection
+from logitless.engine.rows import Rows
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.scale import guarded, scale_all
 from logitless.kernels.matmul import accumulate
@@ -188,6 +192,31 @@ class Gradients:
                 if index in self.sums and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)
         self._weight = self._bias = None
+
+
+@dataclass
+class Solved:
+    """The loss of a call, and its gradients up to a deferred factor."""
+
+    loss: Tensor  # 0-d
+    metrics: Tensor  # (heads, 1 + metrics): the loss of each head without its coefficient, then its metrics
+    tokens: list[Tensor]  # (N,) per-token statistics, in the order of `solved_names`
+    deferred: float | Tensor  # the factor by which the gradients must still be multiplied; a number, or 0-d
+    gradients: Gradients
+    plan: Plan  # of the last head
+    rows: Rows  # of the last head
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the host knows that the deferred factor is 1."""
+        return isinstance(self.deferred, float) and self.deferred == 1.0
+
+    @property
+    def deferred_on_device(self) -> Tensor:
+        """The deferred factor as a 0-d tensor in the dtype of the loss."""
+        if isinstance(self.deferred, Tensor):
+            return self.deferred
+        return torch.full((), self.deferred, dtype=self.loss.dtype, device=self.loss.device)
 
 
 def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from logitless.engine import compiled
+from logitless.engine import captured, compiled
+from logitless.engine.early_projection import LIKELY
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
 from tests.support import DEVICE
@@ -116,6 +117,26 @@ def test_capture(name, budget):
         refill(x, seed)
         graph.replay()
         torch.testing.assert_close(captured, step(), rtol=1e-4, atol=1e-5)
+
+
+@needs_cuda
+@calls_of(LOSSES)
+@pytest.mark.usefixtures("compiles")
+def test_passes_that_the_library_captures(name, monkeypatch):
+    """Equal to the bit to the passes that were captured (`engine.captured`)."""
+    heads, x = every_loss.heads(), every_loss.given(6)
+
+    def step(types):
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "CAPTURES_ON", types)
+            outputs = LOSSES[name](x, heads)
+            return [*outputs, *every_loss.gradients(outputs[0], x, heads).values()]
+
+    captured.forget()
+    for seed in range(LIKELY + captured.SIGHTINGS + 3):
+        refill(x, seed)
+        torch.testing.assert_close(step(("cuda",)), step(()), rtol=0, atol=0, equal_nan=True)
+    captured.forget()
 
 
 @needs_cuda

@@ -1,0 +1,397 @@
+"""The pass of a small call as a CUDA graph.
+
+The kernels of a call with few tokens take less time than the host takes to launch them one by one. A pass
+that is projected early (`early_projection`) has no host sync until all its kernels are queued. If the same
+call comes again and again, its kernels are captured once and replayed afterwards: the same kernels, with the
+same results.
+
+Two graphs are captured. The first clamps the targets and counts the rows for which the guess of an early
+projection is wrong; the second has the pass except for product 3. Outside of the graphs, the call copies its
+per-token tensors to the addresses that the graphs read, and computes product 3, so that d_weight is a new
+tensor. The head is read at its own address, which is a part of the key.
+
+All graphs of a stream share one memory pool. A replay is queued together with the kernels that read its
+results, before any other replay, so no result has to survive in the pool.
+"""
+
+import copy
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import HeadCall
+from logitless.engine.choose import every_row
+from logitless.engine.early_projection import with_clamped_targets
+from logitless.engine.gradients import Gradients, Solved
+from logitless.engine.projection import Chunk, Projection
+from logitless.engine.remembered import Remembered
+from logitless.engine.rows import Rows
+from logitless.engine.spec import Role
+from logitless.kernels.matmul import accumulate
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = __name__.partition(".")[0]
+# Device types on which passes are captured.
+CAPTURES_ON = () if os.environ.get("LOGITLESS_CUDA_GRAPHS") == "0" else ("cuda",)
+# A pass is captured when its key comes for this time. A capture takes as long as some calls.
+SIGHTINGS = 3
+# Most passes that are kept.
+MOST = 16
+# The memory that the graphs keep between calls is about that of the logits: at most this share of the memory
+# of the device. On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
+SHARE = 1 / 128
+# Key -> number of calls so far; None: the pass cannot be captured.
+_SEEN = Remembered()
+_PASSES: dict[Hashable, "CapturedPass"] = {}
+_LOCK = threading.Lock()
+
+# The pass: (call, its rows, the sums of its gradients) -> the loss.
+Solve = Callable[[HeadCall, Rows, Gradients], Solved]
+
+
+def captured_solve(call: HeadCall, solve: Solve, *, fixed_dtypes: bool) -> tuple[bool, Solved | None]:
+    """Run a call by its captured pass.
+
+    Args:
+        call: a call of one head that can be projected early.
+        solve: the pass.
+        fixed_dtypes: see `base.solve`.
+
+    Returns:
+        (whether there is a captured pass; what `solve` returns, None if not every row is supervised).
+    """
+    if not _is_eligible(call):
+        return False, None
+    given, heads = _tensors(call)
+    if not all([x is None or x.is_contiguous() for x in given.values()]):
+        return False, None
+    if not _LOCK.acquire(blocking=False):
+        return False, None  # another thread is using the static tensors
+    try:
+        key = _key(call, given, heads, fixed_dtypes)
+        captured = _PASSES.get(key)
+        if captured is None:
+            captured = _new_pass(key, call, given, solve, fixed_dtypes)
+        return (False, None) if captured is None else (True, captured.run(call, given))
+    finally:
+        _LOCK.release()
+
+
+def forget() -> None:
+    """Drop all captured passes, which frees their memory."""
+    with _LOCK:
+        _PASSES.clear()
+        _SEEN.clear()
+        _POOLS.clear()
+
+
+def _new_pass(
+    key: Hashable, call: HeadCall, given: Mapping[str, Tensor | None], solve: Solve, fixed_dtypes: bool
+) -> "CapturedPass | None":
+    """Capture the pass of a key, if it has come often enough."""
+    seen = _SEEN.get(key, 0)
+    if seen is None:
+        return None
+    _SEEN[key] = seen + 1
+    if seen + 1 < SIGHTINGS:
+        return None
+    if len(_PASSES) >= MOST:
+        for other, captured in list(_PASSES.items()):
+            if captured.head() is None:
+                del _PASSES[other]
+        if len(_PASSES) >= MOST:
+            return None
+    _SEEN[key] = None
+    name = type(call.loss).__name__
+    try:
+        captured = CapturedPass(call, given, solve, fixed_dtypes=fixed_dtypes)
+    except Exception as error:
+        # Not a warning: the results are the same, and the caller can do nothing about it.
+        logger.info("%s is not captured: %s: %s", name, type(error).__name__, error)
+        return None
+    logger.debug("%s with %s tokens is captured as a CUDA graph", name, call.targets.shape[0])
+    _PASSES[key] = captured
+    return captured
+
+
+def _is_eligible(call: HeadCall) -> bool:
+    """Whether the pass of a call that is projected early may be captured.
+
+    It must be small, must run the code of this library alone, and must not need a copy of the head.
+    """
+    loss, weight = call.loss, call.weight
+    device = weight.device
+    if device.type not in CAPTURES_ON or not loss.identity or not _is_of_library(type(loss)):
+        return False
+    if call.frozen is not None or weight.dtype != call.dtype or call.dtype == torch.float16:
+        return False
+    return (
+        _bytes(call) <= most_bytes(device)
+        and not torch.is_anomaly_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not _is_capturing(device)
+    )
+
+
+@functools.cache
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == LIBRARY
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _bytes(call: HeadCall) -> int:
+    """Bytes of the logits of all rows, as they are stored if the head is projected by a fused kernel."""
+    dtype = call.dtype if call.fp32_logits else call.logits_dtype
+    return call.targets.shape[0] * call.width * dtype.itemsize
+
+
+@functools.cache
+def most_bytes(device: torch.device) -> int:
+    """The most bytes of logits that the graphs of a device keep between calls."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
+    return int(SHARE * memory)
+
+
+def _tensors(call: HeadCall) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
+    """(The tensors that are copied for each replay; those that the graphs read at their own addresses.)"""
+    given = {"hidden": call.hidden, "targets": call.targets, "num_items": call.num_items}
+    heads = [call.weight, call.bias]
+    roles = call.loss.roles
+    for name, x in call.inputs.items():
+        if roles[name] is Role.HEAD:
+            heads.append(x)
+        else:
+            given[name] = x
+    return given, heads
+
+
+def _key(
+    call: HeadCall,
+    given: Mapping[str, Tensor | None],
+    heads: Sequence[Tensor | None],
+    fixed_dtypes: bool,
+) -> Hashable:
+    """All on which the kernels of a pass depend, except for the values of `given`."""
+    device = call.weight.device
+    matmul = torch.backends.cuda.matmul
+    labels = call.targets.data_ptr()
+    return (
+        type(call.loss),
+        call.loss.identity,
+        fixed_dtypes,
+        call.dtype,
+        call.needs,
+        call.indices,
+        call.coefficient,
+        call.sequence_count,
+        device,
+        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+        matmul.allow_tf32,
+        matmul.allow_bf16_reduced_precision_reduction,
+        *given,
+        *[None if x is None else (x.shape, x.dtype, x.data_ptr() == labels) for x in given.values()],
+        *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in heads],
+    )
+
+
+class _Recorder(Gradients):
+    """In the place of the sums: keeps the operands of product 3 instead of computing it."""
+
+    chunk: Chunk | None = None
+    head: Projection | None = None
+
+    def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
+        if several_chunks:
+            raise RuntimeError("it has several chunks")
+
+    def add(self, chunk: Chunk, head: Projection) -> None:
+        self.chunk = copy.copy(chunk)
+
+    def close(self, call: HeadCall, head: Projection, deferred: float | Tensor) -> None:
+        if type(head) is not Projection:
+            raise RuntimeError("its products are gathered")
+        self.head = head
+
+
+@dataclass
+class _Head:
+    """What `Gradients` reads of a `Projection`."""
+
+    rows: Rows
+    d_hidden: Tensor | None
+    layers: None = None
+    accumulate = staticmethod(accumulate)
+
+
+class CapturedPass:
+    """The captured pass of one key.
+
+    It keeps no tensor of the call, neither its head: `head` is a weak reference to it.
+    """
+
+    def __init__(
+        self, call: HeadCall, given: Mapping[str, Tensor | None], solve: Solve, *, fixed_dtypes: bool
+    ):
+        device = call.weight.device
+        self.head = weakref.ref(call.weight)
+        self._fixed_dtypes = fixed_dtypes
+        self._static = {name: None if x is None else torch.empty_like(x) for name, x in given.items()}
+        for name, x in given.items():  # an input may be the targets themselves
+            if x is not None and x.data_ptr() == call.targets.data_ptr():
+                self._static[name] = self._static["targets"]
+        self._load(given)
+        static = _at_static(call, self._static)
+        self._rows = every_row(static)
+        self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static), device)
+        self._clamped = early.targets  # the second graph reads it
+        self._counts = torch.empty_like(self._wrong, device="cpu", pin_memory=self._wrong.is_cuda)
+        recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
+
+        def run() -> tuple[Solved, Projection, Chunk | None]:
+            return solve(early, self._rows, recorder), recorder.head, recorder.chunk
+
+        self._pass, (solved, projection, chunk) = capture(run, device)
+        self._plan = solved.plan
+        self._loss, self._metrics, self._deferred = map(
+            _unowned, (solved.loss, solved.metrics, solved.deferred)
+        )
+        self._tokens = list(map(_unowned, solved.tokens))
+        self._d_hidden = _unowned(projection.d_hidden)
+        self._chunk = None if chunk is None else _operands(chunk)
+        self._trained = None if chunk is None else self._chunk.trained
+
+    def _load(self, given: Mapping[str, Tensor | None]) -> None:
+        for x, static in zip(given.values(), self._static.values(), strict=True):
+            if x is not None:
+                static.copy_(x)
+
+    def run(self, call: HeadCall, given: Mapping[str, Tensor | None]) -> Solved | None:
+        """Run the pass on the tensors of a call with the same key; None if not every row is supervised."""
+        self._load(given)
+        self._count()
+        self._counts.copy_(self._wrong, non_blocking=True)
+        copied = _recorded_event(call.weight.device)
+        self._pass()
+        solved = self._results(call)
+        if copied is not None:
+            copied.synchronize()
+        return None if any(self._counts.tolist()) else solved
+
+    def _results(self, call: HeadCall) -> Solved:
+        """The results as new tensors, and product 3."""
+        gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
+        gradients.open(call, 1.0, several_chunks=False)
+        head = _Head(self._rows, _new(self._d_hidden))
+        if self._chunk is not None:
+            self._chunk.trained = self._trained  # which `add` has set to None
+            gradients.add(self._chunk, head)
+        gradients.close(call, head, 1.0)
+        return Solved(
+            self._loss.clone(),
+            self._metrics.clone(),
+            [x.clone() for x in self._tokens],
+            _new(self._deferred),
+            gradients,
+            self._plan,
+            self._rows,
+        )
+
+
+def _at_static(call: HeadCall, static: Mapping[str, Tensor | None]) -> HeadCall:
+    """The call with its tensors at the addresses that the graphs read."""
+    own = ("hidden", "targets", "num_items")
+    inputs = {name: static.get(name, x) for name, x in call.inputs.items()}
+    moved = call.with_targets(static["targets"], inputs)
+    moved.__dict__.update({name: static[name] for name in own})
+    return moved
+
+
+def _operands(chunk: Chunk) -> Chunk:
+    """The operands of product 3 alone."""
+    return replace(
+        chunk,
+        logits=None,
+        grad_buffer=None,
+        targets=None,
+        d_features=None,
+        d_product=None,
+        factor=None,
+        gradient=_unowned(chunk.gradient),
+        features=_unowned(chunk.features),
+        trained=_unowned(chunk.trained),
+        factors=tuple([_unowned(x) for x in chunk.factors]),
+    )
+
+
+def _new(x: object) -> object:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+# -- CUDA graphs
+
+# Device and stream -> the memory pool of its graphs.
+_POOLS: dict[tuple[torch.device, int], object] = {}
+
+
+def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], None], object]:
+    """Capture the kernels that `run` launches.
+
+    Returns:
+        (a function that launches them again; what `run` returned, tensors that the kernels write).
+    """
+    current = torch.cuda.current_stream(device)
+    pool = _POOLS.setdefault((device, current.cuda_stream), torch.cuda.graph_pool_handle())
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        # Other threads, such as those that pin memory, may do what a capture forbids.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            results = run()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph.replay, results
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class _Memory:
+    """Memory of the pool, for `torch.as_tensor`."""
+
+    def __init__(self, pointer: int, size: int):
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def _unowned(x: object) -> object:
+    """A tensor at the same address, which does not keep the memory from other graphs of the pool."""
+    if not isinstance(x, Tensor) or not x.is_cuda:
+        return x
+    storage = x.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_like(x)
+    memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=x.device)
+    return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())

@@ -1,0 +1,343 @@
+"""A captured pass has the results of the pass that was captured, for every later call with its key."""
+
+import dataclasses
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, linear_cross_entropy
+from logitless.engine import captured, early_projection, remembered
+from logitless.engine.captured import SIGHTINGS
+from logitless.engine.early_projection import LIKELY
+from tests.support import DEVICE
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+B, T, H, V = 4, 6, 8, 30
+# A call is replayed from this one on: the first ones count the rows, the next ones are projected early.
+REPLAYED = LIKELY + SIGHTINGS
+
+
+def tensors(x):
+    """The tensors in what a captured function returns, in order."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        return [t for each in x.values() for t in tensors(each)]
+    if isinstance(x, tuple | list):
+        return [t for each in x for t in tensors(each)]
+    if dataclasses.is_dataclass(x) or type(x).__name__ == "Projection":
+        return [t for name, each in vars(x).items() if name != "call" for t in tensors(each)]
+    return []
+
+
+def simulated_capture(run, device):
+    """Without a GPU, a replay runs the function again and copies its results to those of the first run."""
+    results = run()
+
+    def replay():
+        for old, new in zip(tensors(results), tensors(run()), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    return replay, results
+
+
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch):
+    monkeypatch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
+    monkeypatch.setattr(early_projection, "_STREAKS", remembered.Remembered())
+    monkeypatch.setattr(captured, "CAPTURES_ON", (DEVICE.type,))
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(captured, "capture", simulated_capture)
+    captured.forget()
+    yield
+    captured.forget()
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """One entry for each replay: whether its result was used."""
+    used, run = [], captured.CapturedPass.run
+
+    def spy(self, *arguments):
+        result = run(self, *arguments)
+        used.append(result is not None)
+        return result
+
+    monkeypatch.setattr(captured.CapturedPass, "run", spy)
+    return used
+
+
+class Operands:
+    def __init__(self, seed=0, dtype=torch.float32):
+        made = torch.Generator(DEVICE).manual_seed(seed)
+        options = {"generator": made, "device": DEVICE}
+        self.hidden = torch.randn(B, T, H, **options).to(dtype).requires_grad_()
+        self.weight = torch.randn(V, H, **options).to(dtype).requires_grad_()
+        self.bias = torch.randn(V, **options).to(dtype).requires_grad_()
+        self.targets = torch.randint(V, (B, T), **options)
+        self.per_sequence = torch.randn(B, **options)
+        self.per_token = -torch.rand(B, T, **options)
+        self.items = torch.rand((), **options) * 9 + 1
+        self.ref_hidden = torch.randn(B, T, H, **options).to(dtype)
+        self.ref_weight = torch.randn(V, H, **options).to(dtype)
+        self.weights = torch.rand(V, **options)
+
+    def refill(self, seed):
+        """Other values in new tensors, except for the heads, which stay where they are."""
+        other = Operands(seed, self.hidden.dtype)
+        for name, x in vars(other).items():
+            if name in ("weight", "bias", "ref_weight"):
+                with torch.no_grad():
+                    getattr(self, name).copy_(x)
+            else:
+                setattr(self, name, x)
+
+
+def cross_entropy(x):
+    out = CrossEntropyLoss(z_loss=0.1, return_predictions=True)(x.hidden, x.weight, x.targets, bias=x.bias)
+    return out.loss, out.metrics.values(), out.predictions
+
+
+def weighted(x):
+    loss = CrossEntropyLoss(label_smoothing=0.1)
+    options = {"class_weights": x.weights, "token_weights": -x.per_token, "num_items": x.items}
+    return loss(x.hidden, x.weight, x.targets, **options).loss, ()
+
+
+def frozen_head(x):
+    return linear_cross_entropy(x.hidden, x.weight.detach(), x.targets, softcap=20.0), ()
+
+
+def constant_hidden(x):
+    return linear_cross_entropy(x.hidden.detach(), x.weight, x.targets, reduction="sum"), ()
+
+
+def pairs(x):
+    loss = DPOLoss(beta=0.3, return_logps=True)
+    out = loss(x.hidden, x.weight, x.targets, ref_hidden=x.ref_hidden, ref_weight=x.ref_weight)
+    return out.loss, out.metrics.values(), out.logps
+
+
+def policies(x):
+    loss = GRPOLoss(beta=0.1)
+    given = {"old_logps": x.per_token, "ref_logps": x.per_token * 1.1, "advantages": x.per_sequence}
+    out = loss(x.hidden, x.weight, x.targets, **given)
+    return out.loss, out.metrics.values()
+
+
+LOSSES = (cross_entropy, weighted, frozen_head, constant_hidden, pairs, policies)
+
+
+def results(run, x, scale=1.0):
+    """The loss, what is returned beside it, and the gradients."""
+    loss, metrics, *others = run(x)
+    leaves = [x.hidden, x.weight, x.bias]
+    gradients = torch.autograd.grad(scale * loss, leaves, allow_unused=True)
+    return [loss.detach(), *metrics, *others, *[g for g in gradients if g is not None]]
+
+
+def expect_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=0, atol=0, equal_nan=True)
+
+
+def by_readable_pass(run, x, monkeypatch, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "CAPTURES_ON", ())
+        return results(run, x, **options)
+
+
+def warm(run, x):
+    for _ in range(REPLAYED):
+        results(run, x)
+
+
+@pytest.mark.parametrize("run", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_results(run, dtype, replays, monkeypatch):
+    """To the bit, for other values in other tensors, and other values of the head."""
+    x = Operands(dtype=dtype)
+    warm(run, x)
+    for seed in range(1, 5):
+        x.refill(seed)
+        actual = results(run, x, scale=0.5 * seed)
+        expect_equal(actual, by_readable_pass(run, x, monkeypatch, scale=0.5 * seed))
+    assert replays == [True] * 5
+
+
+@pytest.mark.parametrize("run", LOSSES)
+def test_a_later_call_leaves_earlier_results_alone(run, replays):
+    x = Operands()
+    warm(run, x)
+    before = results(run, x)
+    copies = [torch.as_tensor(r).clone() for r in before]
+    x.refill(1)
+    first, second = results(run, x), results(run, x)
+    expect_equal(before, copies)
+    assert len(replays) == 4
+    moved = [r for r in first if isinstance(r, torch.Tensor)]
+    others = [r for r in second if isinstance(r, torch.Tensor)]
+    assert not {r.data_ptr() for r in moved} & {r.data_ptr() for r in others}
+
+
+@pytest.mark.parametrize("run", LOSSES)
+def test_ignored_tokens_discard_the_replay(run, replays, monkeypatch):
+    x = Operands()
+    warm(run, x)
+    x.targets[1, 2:] = -100
+    actual = results(run, x)
+    expect_equal(actual, by_readable_pass(run, x, monkeypatch))
+    assert replays == [True, False]
+
+
+@pytest.mark.parametrize("number", range(REPLAYED + 1))
+def test_the_same_errors(number):
+    x = Operands()
+    for _ in range(number):
+        results(cross_entropy, x)
+    right = x.targets.clone()
+    x.targets[0, 1] = V
+    with pytest.raises(
+        ValueError, match=r"^targets: expected ids in \[0, 30\) or ignore_index, got 1 outside"
+    ):
+        results(cross_entropy, x)
+    x.targets = right
+    expect_equal(results(cross_entropy, x), results(cross_entropy, x))
+
+
+def test_num_items_of_zero():
+    x = Operands()
+    warm(weighted, x)
+    x.items = torch.zeros((), device=DEVICE)
+    with pytest.raises(ValueError, match="^num_items: expected a number above 0"):
+        results(weighted, x)
+
+
+def with_fewer_tokens(x):
+    x.hidden, x.targets = x.hidden[:, :4].detach().requires_grad_(), x.targets[:, :4].contiguous()
+
+
+def with_another_head(x):
+    x.weight = torch.randn_like(x.weight).requires_grad_()
+
+
+def with_a_frozen_head(x):
+    x.weight.requires_grad_(False)
+
+
+def with_a_frozen_bias(x):
+    x.bias.requires_grad_(False)
+
+
+CHANGES = (with_fewer_tokens, with_another_head, with_a_frozen_head, with_a_frozen_bias)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_noticed(change, replays, monkeypatch):
+    x = Operands()
+
+    def run(x):
+        return linear_cross_entropy(x.hidden, x.weight, x.targets, bias=x.bias), ()
+
+    def gradients(x):
+        leaves = [x.hidden, x.weight, x.bias]
+        for leaf in leaves:
+            leaf.grad = None
+        loss, _ = run(x)
+        loss.backward()
+        return [loss.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
+
+    for _ in range(REPLAYED):
+        gradients(x)
+    kept = x.weight  # so that its memory is not given to another head
+    change(x)
+    actual = gradients(x)
+    monkeypatch.setattr(captured, "CAPTURES_ON", ())
+    expect_equal(actual, gradients(x))
+    assert replays == [True]
+    assert kept is not None
+
+
+def test_the_options_of_the_loss(replays, monkeypatch):
+    """Losses with equal fields share a pass, others do not."""
+    x = Operands()
+
+    def run(smoothing):
+        return lambda x: (CrossEntropyLoss(label_smoothing=smoothing)(x.hidden, x.weight, x.targets).loss, ())
+
+    for _ in range(REPLAYED):
+        results(run(0.1), x)
+        results(run(0.2), x)
+    assert replays == [True, True]
+    for smoothing in (0.1, 0.2, 0.1):
+        expect_equal(results(run(smoothing), x), by_readable_pass(run(smoothing), x, monkeypatch))
+
+
+def test_nothing_of_the_call_is_kept():
+    x = Operands()
+    warm(pairs, x)
+    assert captured._PASSES
+    heads = () if DEVICE.type == "cuda" else ("weight", "ref_weight")  # a simulated replay runs the pass
+    kept = [weakref.ref(t) for name, t in vars(x).items() if name not in heads]
+    del x
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_at_most_so_many_passes(monkeypatch):
+    monkeypatch.setattr(captured, "MOST", 2)
+    xs = [Operands() for _ in range(3)]
+    for x in xs:
+        warm(frozen_head, x)
+    assert len(captured._PASSES) == 2
+    for each in captured._PASSES.values():
+        each.head = lambda: None  # the head is gone
+    warm(frozen_head, xs[2])
+    (only,) = captured._PASSES.values()
+    assert only.head() is not None
+
+
+def test_another_thread_during_a_replay(replays):
+    """It runs the pass itself."""
+    x = Operands()
+    warm(cross_entropy, x)
+    expected = results(cross_entropy, x)
+    count = len(replays)
+    others = []
+    with captured._LOCK:
+        thread = threading.Thread(target=lambda: others.append(results(cross_entropy, x)))
+        thread.start()
+        thread.join(60)
+    expect_equal(others[0], expected)
+    assert len(replays) == count
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_small_calls_alone(large, monkeypatch):
+    x = Operands()
+    size = B * T * V * 4
+    monkeypatch.setattr(captured, "most_bytes", lambda device: size - large)
+    warm(cross_entropy, x)
+    assert bool(captured._PASSES) is not large
+
+
+def test_a_failed_capture(monkeypatch, caplog):
+    """The call runs as if there were no captures, and the capture is not tried again."""
+    x = Operands()
+    tries = []
+
+    def fail(run, device):
+        tries.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured, "capture", fail)
+    with caplog.at_level("INFO", logger="logitless.engine.captured"):
+        for _ in range(REPLAYED + 3):
+            results(cross_entropy, x)
+    assert len(tries) == 1
+    assert "CrossEntropyLoss is not captured: RuntimeError: operation not permitted" in caplog.text
