@@ -19,9 +19,9 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ LIBRARY = __name__.partition(".")[0]
 CAPTURES_ON = () if os.environ.get("LOGITLESS_CUDA_GRAPHS") == "0" else ("cuda",)
 # A pass is captured when its key comes for this time. A capture takes as long as some calls.
 SIGHTINGS = 3
-# Most passes that are kept.
-MOST = 16
+# The most passes that are kept. A pass gives its place to a new one after so many replays of others.
+MOST, STALE = 16, 256
 # The memory that the graphs keep between calls is about that of the logits: at most this share of the memory
 # of the device. On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
 SHARE = 1 / 128
@@ -80,7 +80,9 @@ def captured_solve(call: HeadCall, solve: Solve, *, fixed_dtypes: bool) -> tuple
         captured = _PASSES.get(key)
         if captured is None:
             captured = _new_pass(key, call, given, solve, fixed_dtypes)
-        return (False, None) if captured is None else (True, captured.run(call, given))
+        if captured is None:
+            return False, None
+        return True, captured.run(call, given)
     finally:
         _LOCK.release()
 
@@ -104,11 +106,11 @@ def _new_pass(
     if seen + 1 < SIGHTINGS:
         return None
     if len(_PASSES) >= MOST:
-        for other, captured in list(_PASSES.items()):
-            if captured.head() is None:
-                del _PASSES[other]
-        if len(_PASSES) >= MOST:
+        oldest = min(_PASSES, key=lambda other: _PASSES[other].last_use)
+        if CapturedPass.replays - _PASSES[oldest].last_use < STALE:
             return None
+        del _PASSES[oldest]
+        _SEEN[oldest] = 0
     _SEEN[key] = None
     name = type(call.loss).__name__
     try:
@@ -241,14 +243,20 @@ class _Head:
 class CapturedPass:
     """The captured pass of one key.
 
-    It keeps no tensor of the call, neither its head: `head` is a weak reference to it.
+    It keeps no tensor of the call, and not its head.
+
+    Attributes:
+        replays: number of replays so far, of all passes.
+        last_use: `replays` when this pass was last replayed.
     """
+
+    replays: ClassVar[int] = 0
 
     def __init__(
         self, call: HeadCall, given: Mapping[str, Tensor | None], solve: Solve, *, fixed_dtypes: bool
     ):
         device = call.weight.device
-        self.head = weakref.ref(call.weight)
+        self.last_use = CapturedPass.replays
         self._fixed_dtypes = fixed_dtypes
         self._static = {name: None if x is None else torch.empty_like(x) for name, x in given.items()}
         for name, x in given.items():  # an input may be the targets themselves
@@ -260,6 +268,7 @@ class CapturedPass:
         self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static), device)
         self._clamped = early.targets  # the second graph reads it
         self._counts = torch.empty_like(self._wrong, device="cpu", pin_memory=self._wrong.is_cuda)
+        self._copied = torch.cuda.Event() if self._wrong.is_cuda else None
         recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection, Chunk | None]:
@@ -282,14 +291,17 @@ class CapturedPass:
 
     def run(self, call: HeadCall, given: Mapping[str, Tensor | None]) -> Solved | None:
         """Run the pass on the tensors of a call with the same key; None if not every row is supervised."""
+        CapturedPass.replays += 1
+        self.last_use = CapturedPass.replays
         self._load(given)
         self._count()
         self._counts.copy_(self._wrong, non_blocking=True)
-        copied = _recorded_event(call.weight.device)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(call.weight.device))
         self._pass()
         solved = self._results(call)
-        if copied is not None:
-            copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return None if any(self._counts.tolist()) else solved
 
     def _results(self, call: HeadCall) -> Solved:
@@ -368,10 +380,6 @@ def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[
             graph.capture_end()
     current.wait_stream(stream)
     return graph.replay, results
-
-
-def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class _Memory:

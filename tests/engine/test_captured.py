@@ -291,15 +291,19 @@ def test_nothing_of_the_call_is_kept():
 
 def test_at_most_so_many_passes(monkeypatch):
     monkeypatch.setattr(captured, "MOST", 2)
+    monkeypatch.setattr(captured, "STALE", 8)
     xs = [Operands() for _ in range(3)]
     for x in xs:
-        warm(frozen_head, x)
+        warm(cross_entropy, x)
+    first, second = captured._PASSES
+    for _ in range(captured.STALE):
+        results(cross_entropy, xs[1])
+    results(cross_entropy, xs[2])
     assert len(captured._PASSES) == 2
-    for each in captured._PASSES.values():
-        each.head = lambda: None  # the head is gone
-    warm(frozen_head, xs[2])
-    (only,) = captured._PASSES.values()
-    assert only.head() is not None
+    assert second in captured._PASSES
+    assert first not in captured._PASSES
+    warm(cross_entropy, xs[0])
+    assert first not in captured._PASSES  # neither of the others is stale
 
 
 def test_another_thread_during_a_replay(replays):
