@@ -244,8 +244,9 @@ def lines(found: dict) -> str:
 
 
 def together(documents: list[dict]) -> dict:
-    """Runs of some operators or peers as one: of what was measured twice, the later."""
-    whole = documents[-1] | {"sections": []}
+    """Runs of some operators or peers as one, with the days of all: of what was measured twice, the later."""
+    days = sorted({document["date"][:10] for document in documents})
+    whole = documents[-1] | {"sections": [], "date": " and ".join(days)}
     for document in documents:
         for each in document["sections"]:
             key = each["operator"], each["width"]
@@ -281,7 +282,7 @@ def by_operator(document: dict, source: str) -> str:
     table = tabulate(body, headers, tablefmt="github", disable_numparse=True)
     return (
         f"{table}\n\nMicroseconds forward / backward and GiB at the peak, one {document['device']}, "
-        f"{document['date'][:10]}, bf16. Our errors against fp64 are at most twice eager PyTorch's.\n\n"
+        f"{document['date']}, bf16. Our errors against fp64 are at most twice eager PyTorch's.\n\n"
         f"{source}"
     )
 

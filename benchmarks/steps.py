@@ -269,10 +269,16 @@ def table(section: dict, form: str = "simple") -> str:
 def for_page(document: dict, source: str) -> str:
     """The tables of a run, and how it was measured, in Markdown."""
     tables = "\n\n".join(
-        f"{title(section)}:\n\n{table(section, 'github').partition(chr(10))[2]}"
+        f"{title(section)}{budget_note(section)}:\n\n{table(section, 'github').partition(chr(10))[2]}"
         for section in document["sections"]
     )
     return f"{tables}\n\n{measured_how(document)}\n\n{source}"
+
+
+def budget_note(section: dict) -> str:
+    """The end of the title of a table of `fit_activations`, which another table may have without it."""
+    runs = [run for row in section["rows"] for run in row.get("runs", ())]
+    return ", activations within a budget" if any(run.get("activations") for run in runs) else ""
 
 
 def measured_how(document: dict) -> str:

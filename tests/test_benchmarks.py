@@ -404,6 +404,28 @@ def test_the_picture_has_the_runs_of_the_most_implementations():
     assert proof_tables.widest([newer, many, few]) is many
 
 
+def test_no_two_tables_of_steps_have_one_title():
+    page = (ROOT / "docs/layers.md").read_text()
+    block = page.partition("<!-- benchmarks:step -->")[2].partition("<!-- /benchmarks:step -->")[0]
+    titles = [line for line in block.splitlines() if line.endswith(":")]
+    assert len(titles) == block.count("| configuration") == len(set(titles))
+
+
+def test_operators_of_several_days_are_one_table():
+    def document(day, names):
+        rows = [{"name": "logitless", "us": day}]
+        sections = [{"operator": name, "width": None, "rows": rows} for name in names]
+        versions = {"torch": "2"}
+        return {"date": f"2026-11-{day}T10:00", "sections": sections, "versions": versions, "absent": {}}
+
+    whole = layers.together(
+        [document(25, ("rope", "norm")), document(25, ()), document(26, ("norm", "gate"))]
+    )
+    assert whole["date"] == "2026-11-25 and 2026-11-26"
+    found = [(each["operator"], each["rows"][0]["us"]) for each in whole["sections"]]
+    assert found == [("rope", 25), ("norm", 26), ("gate", 26)]
+
+
 def test_parts_of_the_proof_are_shown_together():
     first = {"device": "A", "versions": {"torch": "1", "cuda": None}, "absent": {"outcomes": "no"}}
     first |= {"left_out": ["x"], "runs": [1], "gradients": [2]}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from logitless.engine.call import HeadCall
 from logitless.engine.choose import every_row, resolve_rows
+from logitless.engine.host_copy import HostCopy
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.kernels.head.targets import clamped, runs_kernels
@@ -111,18 +112,13 @@ class EarlyProjection:
     def __init__(self, call: HeadCall):
         self.call, wrong = with_clamped_targets(call)
         self.rows = every_row(call)
-        self._wrong = wrong.to("cpu", non_blocking=True)
-        self._copied = None
-        if wrong.is_cuda:
-            self._copied = torch.cuda.current_stream(wrong.device).record_event()
+        self._wrong = HostCopy(wrong)
 
     def is_valid(self) -> bool:
         """Whether every row is supervised.
 
         Waits for the copy of the counts, not for the pass that was queued after it.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
         return not any(self._wrong.tolist())
 
 

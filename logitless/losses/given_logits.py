@@ -1,20 +1,29 @@
 """`cross_entropy` of logits that exist already, by the kernels of the losses.
 
-The forward pass reads the logits once, for a few numbers per token. The backward pass reads them again and
-writes their gradient: to a new tensor, or over the logits.
+The forward pass reads the logits once, for a few statistics per token. The backward pass reads them again and
+writes their gradient: to a new tensor, or over the logits. The host waits for the counts of invalid targets
+at the end of the forward pass, while the GPU reads the logits.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import check_constant, check_vocabulary_input, stat_dtype_of
+from logitless.engine.compiled import evaluate
+from logitless.engine.evaluation import gradients_of
 from logitless.engine.hooks import identity_hooks
+from logitless.engine.host_copy import HostCopy
 from logitless.engine.operands import FLOATS, INTEGERS, apply_mask, check_data, mask_error, shifted
-from logitless.engine.terms import declared
+from logitless.engine.reduction import Factors, inverses
+from logitless.engine.terms import Term, evaluate_terms, unreduced
 from logitless.errors import check_number, type_error, value_error
 from logitless.kernels.head import cross_entropy as kernels
-from logitless.kernels.head.targets import marked
+from logitless.kernels.head.targets import counted, marked
 from logitless.losses.cross_entropy import CrossEntropyLoss, of_targets
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import Reduction
@@ -88,10 +97,11 @@ def cross_entropy(
         >>> torch.allclose(cross_entropy(logits, targets), torch.nn.functional.cross_entropy(logits, targets))
         True
     """
+    has_divisor = num_items is not None and reduction == "mean"
     loss = cached_loss(
-        CrossEntropyLoss,
+        GivenLogitsLoss,
         ignore_index=ignore_index,
-        reduction=reduction,
+        reduction="sum" if has_divisor else reduction,  # the factor of this sum is 1 / num_items
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         dft=dft,
@@ -108,42 +118,60 @@ def cross_entropy(
             raise value_error("shift", "False for a single target", True, "a single token has no next token")
         targets = shifted(targets.long(), ignore_index)
         token_weights = None if token_weights is None else shifted(token_weights, 0)
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     V = flat.shape[1]
     targets = targets.reshape(-1).long()
     dtype = stat_dtype_of(logits.dtype)
+    factor = 1.0
     if num_items is not None:
-        if reduction != "mean":
+        if not has_divisor:
             remedy = "only reduction='mean' divides by it"
             raise value_error("num_items", f"None with reduction={reduction!r}", num_items, remedy)
         if not isinstance(num_items, Tensor):
             num_items = torch.full((), num_items, dtype=dtype, device=logits.device)
         num_items = num_items.to(logits.device, dtype)
-    supervised = _supervised(targets, V, loss, num_items)
+        factor = inverses({"tokens": num_items}, dtype)["tokens"]
     inputs = {
         "class_weights": None if class_weights is None else class_weights.to(dtype),
         "token_weights": None if token_weights is None else token_weights.reshape(-1).to(dtype),
     }
+    counts = _counts(targets, V, loss, num_items)
     batch = Batch(targets, V, inputs, ignore_index=ignore_index)
     if torch.compiler.is_compiling():
-        values = loss.values(_plain_statistics(flat, batch, loss), batch)
+        values = unreduced(evaluate_terms(loss, _plain_statistics(flat, batch, loss), batch)[0])
+        values = values if reduction == "none" else values.sum() * factor
     elif torch.is_grad_enabled() and flat.requires_grad:
-        values = _TokenLosses.apply(flat, loss, batch, inplace)
+        values = _Losses.apply(flat, loss, batch, factor, inplace)
     else:
         _, stats = _statistics(flat, loss, batch)
-        values = loss.values(declared(loss, dict(stats.items())), batch)
-    # A factor of 0 for ignored tokens, whatever their logits are.
-    values = torch.where(supervised, values, 0.0)
-    if reduction == "none":
-        return values.view(shape)
-    if reduction == "sum":
-        return values.sum()
-    if num_items is None:
-        num_items = supervised.sum()
-        if class_weights is not None:
-            weights = of_targets(inputs["class_weights"], targets)
-            num_items = torch.where(supervised, weights, 0.0).sum()
-    return values.sum() / torch.where(num_items == 0, 1, num_items)
+        values, _ = _evaluated(loss, dict(stats.items()), batch, factor, differentiate=False)
+    if counts is not None:
+        _check_counts(counts.tolist(), targets, V)
+    # A view is made here and not in the Function: autograd refuses to change a view from a Function in place.
+    return values.view(shape if reduction == "none" else ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLogitsLoss(CrossEntropyLoss):
+    """`CrossEntropyLoss` without metrics, for a call that is evaluated as one slice of all rows.
+
+    `terms` divides the values of a mean, so that the whole evaluation is one compiled graph.
+    """
+
+    compact: bool = False
+
+    metric_names: ClassVar = ()
+    observes: ClassVar = ()
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        values = self.values(stats, batch)
+        if self.reduction == "mean":
+            divisor = batch.supervised.sum()
+            if batch.class_weights is not None:
+                weights = of_targets(batch.class_weights, batch.targets)
+                divisor = torch.where(batch.supervised, weights, 0.0).sum()
+            values = values / torch.where(divisor == 0, 1, divisor)
+        return {"cross_entropy": Term(values, over=None)}, {}
 
 
 def _check_tensors(
@@ -200,44 +228,60 @@ def _check_tensors(
             raise value_error("logits", "contiguous logits with inplace", got, "leave inplace out")
 
 
-def _supervised(targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor | None) -> Tensor:
-    """(N,) bool: which tokens count. Raises ValueError for invalid targets and a num_items of 0 or less."""
-    is_traced = torch.compiler.is_compiling()
-    capturing = not is_traced and targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    expected = f"ids in [0, {V}) or ignore_index"
-    remedy = "fix the labels or set ignore_index"
-    if is_traced:
-        supervised = targets != loss.ignore_index
-        outside = supervised & ((targets < 0) | (targets >= V))
+FIX = "fix the labels or set ignore_index"
+
+
+def _counts(targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor | None) -> HostCopy | None:
+    """Start to copy the numbers that `_check_counts` checks.
+
+    None under torch.compile and while a CUDA graph is captured, where they are asserted on the device.
+    """
+    if not torch.compiler.is_compiling():
+        counts = counted(marked(targets, V, loss.ignore_index))
+        if num_items is not None:
+            counts = torch.cat((counts, ~(num_items > 0).view(1)))
+        if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return HostCopy(counts)
+        supervised, outside, *small = counts.unbind()
     else:
-        supervised, outside = marked(targets, V, loss.ignore_index).unbind()
-    small = None if num_items is None else ~(num_items > 0) & supervised.any()
-    if is_traced or capturing:
-        torch._assert_async(~outside.any(), f"targets: expected {expected}, got others; {remedy}.")
-        if small is not None:
-            torch._assert_async(~small, "num_items: expected a number above 0, got 0 or less; count again.")
-        return supervised
-    counts = [outside.sum()] if small is None else [outside.sum(), small.long()]
-    count, *few = torch.stack(counts).tolist()  # the sync
-    if count:
+        supervised = targets != loss.ignore_index
+        outside = (supervised & ((targets < 0) | (targets >= V))).sum()
+        supervised = supervised.sum()
+        small = [] if num_items is None else [~(num_items > 0)]
+    torch._assert_async(outside == 0, f"targets: expected {_expected_ids(V)}, got others; {FIX}.")
+    for each in small:
+        fits = (each == 0) | (supervised == 0)
+        torch._assert_async(fits, "num_items: expected a number above 0, got 0 or less; count again.")
+    return None
+
+
+def _expected_ids(V: int) -> str:
+    return f"ids in [0, {V}) or ignore_index"
+
+
+def _check_counts(counts: list[int], targets: Tensor, V: int) -> None:
+    """Raise ValueError for targets outside the vocabulary and for a num_items of 0 or less.
+
+    `counts`: supervised tokens, targets outside and, with num_items, whether it is not above 0.
+    """
+    supervised, outside, *small = counts
+    if outside:
         weights = ", and weights of the tokens as token_weights"
-        error = mask_error(targets[outside], weights)
-        raise error or value_error("targets", expected, f"{count} outside", remedy)
-    if any(few):
+        error = mask_error(targets, weights)
+        raise error or value_error("targets", _expected_ids(V), f"{outside} outside", FIX)
+    if supervised and any(small):
         got = "0 or less, but the call has supervised tokens"
         raise value_error("num_items", "a number above 0", got, "pass their number")
-    return supervised
 
 
-def _plain_statistics(logits: Tensor, batch: Batch, loss: CrossEntropyLoss) -> TokenStats:
+def _plain_statistics(logits: Tensor, batch: Batch, loss: CrossEntropyLoss) -> dict[str, Tensor]:
     """The statistics by PyTorch operators, which torch.compile fuses."""
     z, _ = loss.head.logits(logits)
     z = torch.where(batch.supervised[:, None], z, 0.0)  # no NaN of an ignored row reaches its gradient
-    stats = TokenStats()
-    stats.lse = z.logsumexp(1)
-    stats.logps = z.gather(1, batch.targets[:, None])[:, 0] - stats.lse
+    lse = z.logsumexp(1)
+    stats = {"lse": lse, "logps": z.gather(1, batch.targets[:, None])[:, 0] - lse}
     if loss.label_smoothing:
-        stats.sum_logits = _weighted_sum(z, batch.class_weights)
+        stats["sum_logits"] = _weighted_sum(z, batch.class_weights)
     return stats
 
 
@@ -258,23 +302,44 @@ def _statistics(logits: Tensor, loss: CrossEntropyLoss, batch: Batch) -> tuple[T
     return rows, stats
 
 
-class _TokenLosses(torch.autograd.Function):
-    """Logits (N, V) -> the loss of each token (N,)."""
+def _evaluated(
+    loss: CrossEntropyLoss,
+    stats: Mapping[str, Tensor],
+    batch: Batch,
+    factor: float | Tensor,
+    *,
+    differentiate: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """((1,) the reduced loss, or (N,) the unreduced one; the gradient of its sum to each statistic)."""
+    if loss.reduction != "none":
+        factors = Factors({None: factor}, {})
+        gradients, report = evaluate(loss, stats, batch, factors, differentiate=differentiate)
+        return report.table, gradients
+    with torch.enable_grad(), identity_hooks():
+        names = loss.differentiates if differentiate else ()
+        leaves = {name: stats[name].detach().requires_grad_() for name in names}
+        values = unreduced(evaluate_terms(loss, {**stats, **leaves}, batch)[0])
+    gradients = gradients_of([values], [torch.ones_like(values)], leaves) if differentiate else {}
+    return values.detach(), gradients
+
+
+class _Losses(torch.autograd.Function):
+    """Logits (N, V) -> the result of `_evaluated`."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, loss: CrossEntropyLoss, batch: Batch, inplace: bool) -> Tensor:
+    def forward(
+        ctx, logits: Tensor, loss: CrossEntropyLoss, batch: Batch, factor: float | Tensor, inplace: bool
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         rows, stats = _statistics(logits, loss, batch)
         stats = dict(stats.items())
-        with torch.enable_grad(), identity_hooks():
-            leaves = {name: stats[name].detach().requires_grad_() for name in loss.differentiates}
-            values = loss.values(declared(loss, stats | leaves), batch)
-            gradients = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
-        ctx.loss, ctx.inplace, ctx.names = loss, inplace, tuple(stats)
+        values, gradients = _evaluated(loss, stats, batch, factor, differentiate=True)
+        ctx.loss, ctx.inplace = loss, inplace
+        ctx.names, ctx.differentiated = tuple(stats), tuple(gradients)
         ctx.is_overwritten = False
         operands = rows, batch.given_targets, batch.class_weights
-        ctx.save_for_backward(*operands, *stats.values(), *gradients)
-        return values.detach()
+        ctx.save_for_backward(*operands, *stats.values(), *gradients.values())
+        return values
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None):
@@ -284,7 +349,7 @@ class _TokenLosses(torch.autograd.Function):
                 "need one, use torch.nn.functional.cross_entropy."
             )
         if upstream is None:
-            return None, None, None, None
+            return None, None, None, None, None
         if ctx.is_overwritten:
             raise RuntimeError(
                 "inplace: expected one backward pass, got a second one, and the first has overwritten the "
@@ -294,16 +359,15 @@ class _TokenLosses(torch.autograd.Function):
         logits, targets, class_weights, *saved = ctx.saved_tensors
         count = len(ctx.names)
         stats = kernels.TokenBuffers(**dict(zip(ctx.names, saved[:count], strict=True)))
-        gradients = zip(ctx.loss.differentiates, saved[count:], strict=True)
-        grads = kernels.TokenBuffers(**{name: g * upstream for name, g in gradients if g is not None})
-        logits = logits.detach()
-        gradient = logits if ctx.inplace else torch.empty_like(logits)
+        scaled = [gradient * upstream for gradient in saved[count:]]
+        grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, scaled, strict=True)))
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         options = _options(ctx.loss, class_weights)
         if len(logits):
             kernels.logits_gradient(logits, targets, stats, grads, gradient=gradient, **options)
         if ctx.inplace:
             torch.autograd.graph.increment_version(gradient)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _options(loss: CrossEntropyLoss, class_weights: Tensor | None) -> dict:

@@ -195,6 +195,25 @@ def test_another_vocabulary_dtype_and_grad_mode(graphs):
     assert len(graphs) == 3 * 2 * 2 and None not in graphs.values()
 
 
+def test_cross_entropy_of_given_logits(graphs, monkeypatch):
+    """Every reduced call runs in a graph, one for all numbers of rows, with the same results."""
+    options = ({}, {"num_items": 7.5}, {"label_smoothing": 0.1, "z_loss": 0.2, "dft": True})
+    options += ({"class_weights": torch.rand(V, device=DEVICE)}, {"reduction": "sum"})
+    for given in options:
+        for rows in (6, 2, V):
+            logits = torch.randn(rows, V, device=DEVICE, requires_grad=True)
+            targets = torch.randint(V, (rows,), device=DEVICE)
+            targets[0] = -100
+            found = []
+            for compiles_on in (("cpu", "cuda"), ()):
+                monkeypatch.setattr(compiled, "COMPILES_ON", compiles_on)
+                loss = logitless.cross_entropy(logits, targets, **given)
+                found.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+            torch.testing.assert_close(*found)
+    # A sum is evaluated as with num_items, whose factor is a number or a tensor.
+    assert len(graphs) == len(options) - 1 and None not in graphs.values()
+
+
 class Left(TokenLoss):
     """A user's loss: its terms may read anything, so that a graph without guards would be wrong."""
 

@@ -87,7 +87,8 @@ def token_statistics(
     """Write the statistics to `out`; 0 in ignored rows.
 
     A target of V or more belongs to another shard of the vocabulary. Its row gets -inf as logps and the row's
-    largest logit as is_top1, which `shards.merge_stats` merges.
+    largest logit as is_top1, which `shards.merge_stats` merges. The statistics of a negative target,
+    which is invalid, are arbitrary.
     """
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.head import cross_entropy_triton
@@ -211,7 +212,7 @@ def _token_statistics_twin(
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised = targets[rows] != ignore_index
         inside = targets[rows] < z.shape[1]
-        target = torch.where(supervised & inside, targets[rows], 0)[:, None]
+        target = torch.where(supervised & inside, targets[rows], 0).clamp_(min=0)[:, None]
         top, arg_max = z.max(1)
         log_p = torch.log_softmax(z, 1)
         top_log_p = log_p.gather(1, arg_max[:, None])[:, 0]
