@@ -450,8 +450,8 @@ def small_calls(
     quick: Quick = False,
     device: Device = "",
 ) -> None:
-    """Calls of 128 to 4,096 tokens, which wait for the host: us, with the loss evaluated by a compiled graph
-    and uncompiled (`LOGITLESS_COMPILE=0`), eager PyTorch and torch.compile; time, and time of the host."""
+    """Calls of 128 to 4,096 tokens, which wait for the host: us, with and without CUDA graphs
+    (`LOGITLESS_CUDA_GRAPHS=0`), eager PyTorch and torch.compile; time, and time of the host."""
     target = chosen_device(device, quick)
     document = new_document("small", target, quick=quick) | {"complete": False}
     path = out_path(out, document)

@@ -14,6 +14,9 @@ from torch import Tensor
 from benchmarks.peers import one_line
 from benchmarks.timing import Case, interleave, peak_bytes, release, spread
 from benchmarks.yardstick import Yardstick
+from logitless.engine import captured
+from logitless.engine.captured import SIGHTINGS
+from logitless.engine.early_projection import LIKELY
 
 # Above these a result is wrong and gets no time. bf16 alone costs 3e-3 of a gradient and the roughest peer
 # 1.5e-2 (peers.md); a forgotten term, mask or normalizer costs far more, on inputs where every term matters.
@@ -21,6 +24,8 @@ GRADIENT_LIMIT = 5e-2
 LOSS_LIMIT = 1e-2
 # Calls whose host time is measured, and the rest before each, in seconds.
 HOST_CALLS, HOST_REST = 15, 3e-3
+# Calls before the timed ones, which ours needs until it replays a CUDA graph, for at most so many seconds.
+WARM_CALLS, WARM_SECONDS = LIKELY + SIGHTINGS, 0.3
 # Freed memory is filled with NaN before a check, so that reading what was never written shows.
 POISON_BYTES = 4 * 2**30
 
@@ -72,6 +77,8 @@ def measure(
     right = {name: calls[name] for name, row in rows.items() if row["verdict"] == "ok"}
 
     cases = {name: backward_case(call, leaves, rows[name]) for name, call in right.items()}
+    for case in cases.values():
+        warm_up(case, device_of(leaves))
     # Rested, each with the card at its full clock; and hot, calls in a row at its power limit.
     times = interleave(yardstick.cases | cases, device_of(leaves), seconds=0.6 * seconds)
     bare = yardstick.summary(times)
@@ -79,7 +86,7 @@ def measure(
     hot = times | interleave(ran, device_of(leaves), seconds=0.4 * seconds, least=3, in_a_row=True)
     bare["hot_ms"] = yardstick.summary(hot)["ms"]
 
-    for name, call in right.items():
+    for name in right:
         if not times[name]:
             rows[name]["verdict"] = "failed" if "reason" in rows[name] else "out of memory"
             say(f"  {name}: {describe_check(rows[name])} while it was timed")
@@ -88,8 +95,10 @@ def measure(
         rows[name]["ratio"] = rows[name]["ms"] / bare["ms"]
         if hot[name]:
             rows[name]["hot_ratio"] = median(hot[name]) / bare["hot_ms"]
-        rows[name] |= memory(call, leaves, rows[name])
         rows[name]["host_ms"] = host_ms(cases[name], device_of(leaves))
+    for name, call in right.items():
+        if times[name]:
+            rows[name] |= memory(call, leaves, rows[name])
     clear(leaves)
     return bare, list(rows.values())
 
@@ -160,6 +169,7 @@ def backward_case(call: Callable[[], object], leaves: dict[str, Tensor], row: di
 def memory(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> dict:
     """Peak bytes beyond the inputs, and what of them is not the gradients handed back."""
     device = device_of(leaves)
+    captured.forget()  # the memory that a CUDA graph keeps between calls is memory of the call
     run = backward_case(call, leaves, row)()
     try:
         peak = peak_bytes(run, device)
@@ -168,6 +178,19 @@ def memory(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> 
     returned = sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
     clear(leaves)
     return {"peak_bytes": peak, "beyond_gradients_bytes": None if peak is None else peak - returned}
+
+
+def warm_up(case: Case, device: torch.device) -> None:
+    """Run a call as often as it takes until its kernels are captured as a CUDA graph, or for a while."""
+    start = time.perf_counter()
+    for _ in range(WARM_CALLS):
+        try:
+            case()()
+        except torch.OutOfMemoryError:
+            return
+        synchronize(device)
+        if time.perf_counter() - start > WARM_SECONDS:
+            return
 
 
 def host_ms(case: Case, device: torch.device) -> float | None:

@@ -1,7 +1,7 @@
 """Calls of few tokens, which wait for the host: us, uncompiled PyTorch and torch.compile.
 
-The losses, their inputs and their truth are those of the benchmarks of large shapes. "uncompiled evaluation"
-is our call with `LOGITLESS_COMPILE=0`. `host_ms` is the time until a call and its backward pass have
+The losses, their inputs and their truth are those of the benchmarks of large shapes. "without CUDA graphs" is
+our call with `LOGITLESS_CUDA_GRAPHS=0`. `host_ms` is the time until a call and its backward pass have
 returned.
 """
 
@@ -20,9 +20,9 @@ from benchmarks.objective import Objective, Shape
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import write_json
-from logitless.engine import compiled
+from logitless.engine import captured
 
-OURS, UNCOMPILED = "logitless", "logitless, uncompiled evaluation"
+OURS, UNCAPTURED = "logitless", "logitless, without CUDA graphs"
 OTHERS = ("eager, fp32 upcast", "torch.compile")
 H, V = 2048, 151_936
 # Tokens with a trainable and with a frozen head, H, V.
@@ -86,16 +86,16 @@ def run(
 
 
 def variants(ours: Callable, device: torch.device) -> dict[str, Callable]:
-    """Our call, evaluated eagerly and by a graph."""
+    """Our call, with and without CUDA graphs."""
 
     def on(types: tuple[str, ...]) -> Callable:
         def call(*arguments: object) -> object:
-            with mock.patch.object(compiled, "COMPILES_ON", types):
+            with mock.patch.object(captured, "CAPTURES_ON", types):
                 return ours(*arguments)
 
         return call
 
-    return {UNCOMPILED: on(()), OURS: on((device.type,))}
+    return {UNCAPTURED: on(()), OURS: on(("cuda",))}
 
 
 def table(document: dict, **options) -> str:
@@ -107,9 +107,9 @@ def table(document: dict, **options) -> str:
         title = section["objective"] + (", frozen head" if section["frozen"] else "")
         products = section["products_ms"]
         both = f"{products:.2f} / {products / bare['ms'] * bare['hot_ms']:.2f}"
-        cells = [cell(found.get(name), bare["hot_ms"]) for name in (*OTHERS, UNCOMPILED, OURS)]
+        cells = [cell(found.get(name), bare["hot_ms"]) for name in (*OTHERS, UNCAPTURED, OURS)]
         rows.append([title, section["tokens"], both, *cells])
-    headers = ["loss", "tokens", "products", *OTHERS, UNCOMPILED, OURS]
+    headers = ["loss", "tokens", "products", *OTHERS, UNCAPTURED, OURS]
     return tabulate(rows, headers, disable_numparse=True, **options)
 
 

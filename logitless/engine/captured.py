@@ -28,8 +28,10 @@ from torch import Tensor
 
 from logitless.engine.call import HeadCall
 from logitless.engine.choose import every_row
+from logitless.engine.compiled import is_switched_off
 from logitless.engine.early_projection import with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
+from logitless.engine.host_copy import HostCopy
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
@@ -137,6 +139,7 @@ def _is_eligible(call: HeadCall) -> bool:
         return False
     return (
         _bytes(call) <= most_bytes(device)
+        and not is_switched_off()
         and not torch.is_anomaly_enabled()
         and not torch.is_inference_mode_enabled()
         and not torch.are_deterministic_algorithms_enabled()
@@ -267,8 +270,6 @@ class CapturedPass:
         self._rows = every_row(static)
         self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static), device)
         self._clamped = early.targets  # the second graph reads it
-        self._counts = torch.empty_like(self._wrong, device="cpu", pin_memory=self._wrong.is_cuda)
-        self._copied = torch.cuda.Event() if self._wrong.is_cuda else None
         recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection, Chunk | None]:
@@ -295,14 +296,10 @@ class CapturedPass:
         self.last_use = CapturedPass.replays
         self._load(given)
         self._count()
-        self._counts.copy_(self._wrong, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(call.weight.device))
+        wrong = HostCopy(self._wrong)
         self._pass()
         solved = self._results(call)
-        if self._copied is not None:
-            self._copied.synchronize()
-        return None if any(self._counts.tolist()) else solved
+        return None if any(wrong.tolist()) else solved
 
     def _results(self, call: HeadCall) -> Solved:
         """The results as new tensors, and product 3."""

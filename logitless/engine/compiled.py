@@ -143,12 +143,12 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
         and not torch.is_anomaly_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and not _is_switched_off()
+        and not is_switched_off()
         and _is_one_of_few(loss)
     )
 
 
-def _is_switched_off() -> bool:
+def is_switched_off() -> bool:
     """Whether the user has switched off the compiler by a stance, or has restricted what it compiles."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:

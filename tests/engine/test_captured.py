@@ -51,6 +51,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
     monkeypatch.setattr(early_projection, "_STREAKS", remembered.Remembered())
     monkeypatch.setattr(captured, "CAPTURES_ON", (DEVICE.type,))
+    monkeypatch.setattr(captured, "is_switched_off", lambda: False)  # `uncompiled` switches the compiler off
     if DEVICE.type != "cuda":
         monkeypatch.setattr(captured, "capture", simulated_capture)
     captured.forget()

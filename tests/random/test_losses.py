@@ -221,7 +221,7 @@ def graphs(monkeypatch) -> dict:
     """Losses of per-token statistics are evaluated by graphs, which run uncompiled; those that were made."""
     monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
     monkeypatch.setattr(compiled, "compile_graph", lambda graph, fakes: graph)
-    monkeypatch.setattr(compiled, "_is_switched_off", lambda: False)  # `run` switches the compiler off
+    monkeypatch.setattr(compiled, "is_switched_off", lambda: False)  # `run` switches the compiler off
     monkeypatch.setattr(compiled, "_GRAPHS", {})
     monkeypatch.setattr(compiled, "_IDENTITIES", {})
     return compiled._GRAPHS
