@@ -1,4 +1,5 @@
-"""What a warm call of a loss and its backward pass execute, counted on the CPU and on a simulated Hopper GPU.
+"""What a warm call of a loss and its backward pass execute, counted on the CPU and on a simulated Hopper GPU,
+there also of calls that are replayed as CUDA graphs.
 
 The counts are the same in every run. A test compares them with the committed file, so that a slower call is
 seen without a GPU.
@@ -33,13 +34,17 @@ from torch.profiler import ProfilerActivity, profile
 import logitless
 from benchmarks import simulated_hopper
 from benchmarks.report import RESULTS
+from benchmarks.simulated_hopper import REPLAY
+from logitless.engine.captured import SIGHTINGS
+from logitless.engine.early_projection import LIKELY
 
 FILE = RESULTS / "counts.json"
 NOT_COUNTED = (__file__, simulated_hopper.__file__)
 LIBRARY = str(Path(logitless.__file__).parent)
-MACHINES = {"CPU": torch.float32, "simulated Hopper": torch.bfloat16}
-# More than a loss needs to be projected before the rows are counted (`engine.early_projection`).
-WARM_UPS = 6
+HOPPER, REPLAYED = "simulated Hopper", "simulated Hopper, replayed"
+MACHINES = {"CPU": torch.float32, HOPPER: torch.bfloat16, REPLAYED: torch.bfloat16}
+# A call is projected before its rows are counted after LIKELY calls, and replayed after SIGHTINGS more.
+WARM_UPS = LIKELY + SIGHTINGS
 # Functions of their own before Python 3.12.
 INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
@@ -132,11 +137,16 @@ def run(document: dict) -> None:
 
 def on_machine(machine: str) -> dict[str, dict]:
     torch.set_num_threads(1)
-    if machine == "simulated Hopper":
+    if machine != "CPU":
         simulated_hopper.simulate()
+    if machine == REPLAYED:
+        simulated_hopper.simulate_cuda_graphs()
     # Compiling takes seconds and a C++ compiler, and on a GPU the losses here have kernels.
     with torch.compiler.set_stance("force_eager"):
-        return {name: counts_of(call) for name, call in calls(MACHINES[machine])}
+        found = {name: counts_of(call) for name, call in calls(MACHINES[machine])}
+    if machine != REPLAYED:
+        return found
+    return {name: counts for name, counts in found.items() if REPLAY in counts["launches"]}
 
 
 def counts_of(call: Call) -> dict:

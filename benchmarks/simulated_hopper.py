@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from logitless import kernels
-from logitless.engine import early_projection, projection
+from logitless.engine import captured, early_projection, projection
 from logitless.kernels.head.targets import runs_kernels
 
 # The name of a launch in a profile is this and the kernel's name.
 LAUNCH = "launch "
+# The name of the launch of a CUDA graph.
+REPLAY = "CUDA graph"
 _PRODUCTS = torch.library.Library("aten", "IMPL")
 
 
@@ -36,6 +38,18 @@ def simulate() -> None:
 
     replace(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0)))
     replace(launch.CachedLaunch, "_compile", _compile)
+
+
+def simulate_cuda_graphs() -> None:
+    """Replay calls, after `simulate`; a replay runs nothing."""
+    replace(captured, "CAPTURES_ON", ("cpu",))
+    replace(captured, "is_switched_off", lambda: False)
+    replace(captured, "capture", lambda run, device: (_replay, run()))
+
+
+def _replay() -> None:
+    with record_function(LAUNCH + REPLAY):
+        pass
 
 
 def _hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
