@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.choose import every_row
 from logitless.engine.compiled import is_switched_off
 from logitless.engine.early_projection import with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
@@ -59,16 +58,19 @@ _LOCK = threading.Lock()
 Solve = Callable[[HeadCall, Rows, Gradients], Solved]
 
 
-def captured_solve(call: HeadCall, solve: Solve, *, fixed_dtypes: bool) -> tuple[bool, Solved | None]:
+def captured_solve(
+    call: HeadCall, rows: Rows, solve: Solve, *, fixed_dtypes: bool
+) -> tuple[bool, Solved | None]:
     """Run a call by its captured pass.
 
     Args:
         call: a call of one head that can be projected early.
+        rows: the rows that are probably supervised.
         solve: the pass.
         fixed_dtypes: see `base.solve`.
 
     Returns:
-        (whether there is a captured pass; what `solve` returns, None if not every row is supervised).
+        (whether there is a captured pass; what `solve` returns, None if other rows are supervised).
     """
     if not _is_eligible(call):
         return False, None
@@ -78,10 +80,10 @@ def captured_solve(call: HeadCall, solve: Solve, *, fixed_dtypes: bool) -> tuple
     if not _LOCK.acquire(blocking=False):
         return False, None  # another thread is using the static tensors
     try:
-        key = _key(call, given, heads, fixed_dtypes)
+        key = _key(call, rows, given, heads, fixed_dtypes)
         captured = _PASSES.get(key)
         if captured is None:
-            captured = _new_pass(key, call, given, solve, fixed_dtypes)
+            captured = _new_pass(key, call, rows, given, solve, fixed_dtypes)
         if captured is None:
             return False, None
         return True, captured.run(call, given)
@@ -98,7 +100,12 @@ def forget() -> None:
 
 
 def _new_pass(
-    key: Hashable, call: HeadCall, given: Mapping[str, Tensor | None], solve: Solve, fixed_dtypes: bool
+    key: Hashable,
+    call: HeadCall,
+    rows: Rows,
+    given: Mapping[str, Tensor | None],
+    solve: Solve,
+    fixed_dtypes: bool,
 ) -> "CapturedPass | None":
     """Capture the pass of a key, if it has come often enough."""
     seen = _SEEN.get(key, 0)
@@ -116,7 +123,7 @@ def _new_pass(
     _SEEN[key] = None
     name = type(call.loss).__name__
     try:
-        captured = CapturedPass(call, given, solve, fixed_dtypes=fixed_dtypes)
+        captured = CapturedPass(call, rows, given, solve, fixed_dtypes=fixed_dtypes)
     except Exception as error:
         # Not a warning: the results are the same, and the caller can do nothing about it.
         logger.info("%s is not captured: %s: %s", name, type(error).__name__, error)
@@ -186,6 +193,7 @@ def _tensors(call: HeadCall) -> tuple[dict[str, Tensor | None], list[Tensor | No
 
 def _key(
     call: HeadCall,
+    rows: Rows,
     given: Mapping[str, Tensor | None],
     heads: Sequence[Tensor | None],
     fixed_dtypes: bool,
@@ -203,6 +211,7 @@ def _key(
         call.indices,
         call.coefficient,
         call.sequence_count,
+        None if rows.index is None else rows.index.data_ptr(),  # a pass keeps its rows
         device,
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
@@ -256,7 +265,13 @@ class CapturedPass:
     replays: ClassVar[int] = 0
 
     def __init__(
-        self, call: HeadCall, given: Mapping[str, Tensor | None], solve: Solve, *, fixed_dtypes: bool
+        self,
+        call: HeadCall,
+        rows: Rows,
+        given: Mapping[str, Tensor | None],
+        solve: Solve,
+        *,
+        fixed_dtypes: bool,
     ):
         device = call.weight.device
         self.last_use = CapturedPass.replays
@@ -267,13 +282,13 @@ class CapturedPass:
                 self._static[name] = self._static["targets"]
         self._load(given)
         static = _at_static(call, self._static)
-        self._rows = every_row(static)
-        self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static), device)
+        self._rows = rows
+        self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static, rows), device)
         self._clamped = early.targets  # the second graph reads it
         recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection, Chunk | None]:
-            return solve(early, self._rows, recorder), recorder.head, recorder.chunk
+            return solve(early, rows, recorder), recorder.head, recorder.chunk
 
         self._pass, (solved, projection, chunk) = capture(run, device)
         self._plan = solved.plan
@@ -291,7 +306,7 @@ class CapturedPass:
                 static.copy_(x)
 
     def run(self, call: HeadCall, given: Mapping[str, Tensor | None]) -> Solved | None:
-        """Run the pass on the tensors of a call with the same key; None if not every row is supervised."""
+        """Run the pass on the tensors of a call with the same key; None if other rows are supervised."""
         CapturedPass.replays += 1
         self.last_use = CapturedPass.replays
         self._load(given)

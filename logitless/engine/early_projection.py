@@ -1,11 +1,12 @@
-"""Early projection: queue a pass over all rows before the host knows that every row is supervised.
+"""Early projection: queue a pass before the host knows which rows are supervised.
 
 Otherwise the GPU is idle between the count of supervised rows and the first product, while the host reads the
-count, plans, allocates and launches. If every row was supervised in the last few calls of an equal loss, the
-pass is queued for all rows, with targets clamped to ids of the vocabulary. The number of rows for which this
-was wrong is counted in the same launch, and the host reads it after the whole pass is queued. If it is not 0,
-the result is discarded and the call runs from its counts, which also raises its faults. Either way the result
-is the same.
+count, plans, allocates and launches. If the same rows were supervised in the last few calls of an equal loss
+(all rows, all but the last one of each sequence as `shift` leaves them, or any others), the pass is queued
+for these rows, with targets clamped to ids of the vocabulary. The number of rows for which this was wrong is
+counted in the same launch, and the host reads it after the whole pass is queued. If it is not 0, the result
+is discarded and the call runs from its counts, which also raises its faults. Either way the result is the
+same.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
 
-# LIKELY: consecutive calls with every row supervised before the first early projection. A discarded
+# LIKELY: consecutive calls with the same supervised rows before the first early projection. A discarded
 # projection costs a pass, so each one multiplies this number by PATIENCE.
 LIKELY, PATIENCE = 3, 4
 
@@ -34,12 +35,58 @@ class Streak:
     """The history of the calls of a loss.
 
     Attributes:
-        length: number of consecutive last calls in which every row was supervised.
+        length: number of consecutive last calls with the same supervised rows.
         needed: the length at which the next call is projected early.
+        rows: these rows.
+        every: whether they are all rows, of calls with any number of tokens.
+        shape: number of tokens and of sequences in the last call.
+        others: number of tokens in which the last call differs from the one before it; None: it is known to
+            be 0.
     """
 
     length: int = 0
     needed: int = LIKELY
+    rows: Rows | None = None
+    every: bool = False
+    shape: tuple[int, int] = (0, 0)
+    others: HostCopy | None = None
+
+    def expected(self, call: HeadCall) -> Rows | None:
+        """The rows of `call` that are probably supervised; None if they are unknown."""
+        if self.others is not None:
+            if self.others.tolist():
+                self.length = 1
+            self.others = None
+        if self.length < self.needed:
+            return None
+        if self.shape != _shape(call):
+            if not self.every:
+                return None
+            self.rows, self.shape = every_row(call), _shape(call)
+        return self.rows
+
+    def add(self, call: HeadCall, rows: Rows) -> None:
+        """Add a call whose rows the host has counted."""
+        every = rows.count == call.targets.shape[0]
+        if every:
+            self.length = self.length + 1 if self.every else 1
+        elif rows.count == 0:
+            self.length = 0
+        elif not self.every and self.shape == _shape(call) and self.rows.count == rows.count:
+            self.length += 1
+            self.others = HostCopy((self.rows.supervised != rows.supervised).sum())
+        else:
+            self.length = 1
+        self.rows, self.every, self.shape = rows, every, _shape(call)
+
+    def end(self) -> None:
+        """The guess was wrong."""
+        self.length = 0
+        self.needed *= PATIENCE
+
+
+def _shape(call: HeadCall) -> tuple[int, int]:
+    return call.targets.shape[0], call.sequence_count
 
 
 # Streaks by the identity of the loss and the shape of its head.
@@ -49,7 +96,7 @@ _STREAKS = Remembered()
 def over_rows(
     call: HeadCall,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall], tuple[bool, Result | None]] | None = None,
+    run_captured: Callable[[HeadCall, Rows], tuple[bool, Result | None]] | None = None,
 ) -> Result:
     """Run a pass over the supervised rows of a call.
 
@@ -57,8 +104,8 @@ def over_rows(
         call: the call of one head.
         run: the pass, called as run(call, rows). It must have no side effects, because it runs a second time
             if the result of an early projection is discarded.
-        run_captured: the pass over every row as a CUDA graph (`captured.captured_solve`): returns whether
-            there is one, and its result, None if not every row is supervised.
+        run_captured: the pass over given rows as a CUDA graph (`captured.captured_solve`): returns whether
+            there is one, and its result, None if other rows are supervised.
 
     Returns:
         What `run` returns.
@@ -67,33 +114,34 @@ def over_rows(
         ValueError: a target or an input is invalid (see `spec.Fault`).
     """
     streak = _streak(call)
-    if streak is not None and streak.length >= streak.needed and _has_faults(call):
+    rows = None if streak is None else streak.expected(call)
+    if rows is not None and _has_faults(call):
         streak.length = 0
-    elif streak is not None and streak.length >= streak.needed:
-        result = _over_every_row(call, run, run_captured)
+    elif rows is not None:
+        result = _over_expected_rows(call, rows, run, run_captured)
         if result is not None:
             return result
-        streak.length = 0
-        streak.needed *= PATIENCE
+        streak.end()
     call, rows = resolve_rows(call)
     if streak is not None:
-        streak.length = streak.length + 1 if rows.count == call.targets.shape[0] else 0
+        streak.add(call, rows)
     return run(call, rows)
 
 
-def _over_every_row(
+def _over_expected_rows(
     call: HeadCall,
+    rows: Rows,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall], tuple[bool, Result | None]] | None,
+    run_captured: Callable[[HeadCall, Rows], tuple[bool, Result | None]] | None,
 ) -> Result | None:
-    """Run a pass over every row; None if not every row is supervised, which the host reads at the end."""
+    """Run a pass over `rows`; None if others are supervised, which the host reads at the end."""
     if run_captured is not None:
-        is_captured, result = run_captured(call)
+        is_captured, result = run_captured(call, rows)
         if is_captured:
             return result
-    early = EarlyProjection(call)
+    early = EarlyProjection(call, rows)
     try:
-        result = run(early.call, early.rows)
+        result = run(early.call, rows)
     except Exception:
         if early.is_valid():
             raise
@@ -102,33 +150,31 @@ def _over_every_row(
 
 
 class EarlyProjection:
-    """A call in which every row is assumed to be supervised.
+    """A call of which `rows` are assumed to be supervised, and no others.
 
     Attributes:
-        call: the call with its targets clamped to ids of the vocabulary.
-        rows: all rows of the call.
+        call: the call with the targets of these rows clamped to ids of the vocabulary.
     """
 
-    def __init__(self, call: HeadCall):
-        self.call, wrong = with_clamped_targets(call)
-        self.rows = every_row(call)
+    def __init__(self, call: HeadCall, rows: Rows):
+        self.call, wrong = with_clamped_targets(call, rows)
         self._wrong = HostCopy(wrong)
 
     def is_valid(self) -> bool:
-        """Whether every row is supervised.
+        """Whether the assumption is right.
 
         Waits for the copy of the counts, not for the pass that was queued after it.
         """
         return not any(self._wrong.tolist())
 
 
-def with_clamped_targets(call: HeadCall) -> tuple[HeadCall, Tensor]:
-    """(The call with its targets clamped to ids of the vocabulary; counts that are all 0 if every row is
-    supervised.)
+def with_clamped_targets(call: HeadCall, rows: Rows) -> tuple[HeadCall, Tensor]:
+    """(The call with the targets of `rows` clamped to ids of the vocabulary; counts that are all 0 if these
+    rows are supervised, and no others.)
     """
     loss = call.loss
     num_items = call.num_items if loss.reduction == "mean" else None
-    targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
+    targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items, rows.supervised)
     inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
     return call.with_targets(targets, inputs), wrong
 

@@ -131,7 +131,19 @@ def policies(x):
     return out.loss, out.metrics.values()
 
 
-LOSSES = (cross_entropy, weighted, frozen_head, constant_hidden, pairs, policies)
+def shifted(x):
+    """The last token of each sequence is ignored."""
+    return linear_cross_entropy(x.hidden, x.weight, x.targets, shift=True, num_items=x.items), ()
+
+
+def answers(x):
+    """Prompts of one length are ignored."""
+    targets = torch.where(torch.arange(T, device=DEVICE) < 2, -100, x.targets)
+    out = DPOLoss(return_logps=True)(x.hidden, x.weight, targets, ref_logps=x.per_sequence)
+    return out.loss, out.metrics.values(), out.logps
+
+
+LOSSES = (cross_entropy, weighted, frozen_head, constant_hidden, pairs, policies, shifted, answers)
 
 
 def results(run, x, scale=1.0):
@@ -187,10 +199,10 @@ def test_a_later_call_leaves_earlier_results_alone(run, replays):
 
 
 @pytest.mark.parametrize("run", LOSSES)
-def test_ignored_tokens_discard_the_replay(run, replays, monkeypatch):
+def test_other_ignored_tokens_discard_the_replay(run, replays, monkeypatch):
     x = Operands()
     warm(run, x)
-    x.targets[1, 2:] = -100
+    x.targets[1, 3:] = -100
     actual = results(run, x)
     expect_equal(actual, by_readable_pass(run, x, monkeypatch))
     assert replays == [True, False]
@@ -209,6 +221,17 @@ def test_the_same_errors(number):
         results(cross_entropy, x)
     x.targets = right
     expect_equal(results(cross_entropy, x), results(cross_entropy, x))
+
+
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
+def test_ignored_tokens_get_no_gradient(upstream, replays):
+    x = Operands()
+    warm(shifted, x)
+    loss, _ = shifted(x)
+    (d_hidden,) = torch.autograd.grad(loss, x.hidden, torch.tensor(upstream, device=DEVICE))
+    assert replays == [True, True]
+    assert not d_hidden[:, -1].any()
+    assert not d_hidden[:, :-1].isfinite().any()
 
 
 def test_num_items_of_zero():

@@ -45,9 +45,9 @@ def begun(monkeypatch):
     """One entry for each pass that was begun early: its rows."""
     rows, init = [], early_projection.EarlyProjection.__init__
 
-    def spy(self, call):
-        init(self, call)
-        rows.append(self.rows)
+    def spy(self, call, expected):
+        init(self, call, expected)
+        rows.append(expected)
 
     monkeypatch.setattr(early_projection.EarlyProjection, "__init__", spy)
     return rows
@@ -136,7 +136,8 @@ def results(run, x, targets):
 
 
 @pytest.mark.parametrize("run", CALLS)
-def test_a_right_guess_changes_no_number_and_costs_no_product(run, begun, monkeypatch):
+@pytest.mark.parametrize("ignores", [False, True], ids=["every row", "the same rows"])
+def test_a_right_guess_changes_no_number_and_costs_no_product(run, ignores, begun, monkeypatch):
     rows = []
     for owner in (Projection, GatheredProjection):
         project = owner.project
@@ -147,15 +148,16 @@ def test_a_right_guess_changes_no_number_and_costs_no_product(run, begun, monkey
 
         monkeypatch.setattr(owner, "project", spy)
     x = Operands()
-    expected = results(run, x, x.targets)
+    targets = torch.where(torch.arange(N) % 5 == 4, -100, x.targets) if ignores else x.targets
+    expected = results(run, x, targets)
     walked = list(rows)
     assert len(walked) > 1
     for _ in range(LIKELY - 1):
-        results(run, x, x.targets)
+        results(run, x, targets)
     assert not begun
     for time in (1, 2):
         rows.clear()
-        found = results(run, x, x.targets)
+        found = results(run, x, targets)
         assert len(begun) == time and rows == walked
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -185,6 +187,39 @@ def test_a_wrong_guess_makes_the_next_one_later(begun):
     assert len(begun) == 1
     of_targets(x, x.targets)
     assert len(begun) == 2
+
+
+def test_other_rows_of_the_same_number(begun):
+    x = Operands()
+    first, second = (torch.where(torch.arange(N) % 3 == i, -100, x.targets) for i in (0, 1))
+    expected = [results(of_targets, x, targets) for targets in (first, second)]
+    early_projection._STREAKS.clear()
+    for _ in range(3 * LIKELY):  # never the same rows twice in a row
+        for targets, numbers in zip((first, second), expected, strict=True):
+            found = results(of_targets, x, targets)
+            assert all(torch.equal(a, b) for a, b in zip(found, numbers, strict=True))
+    assert not begun
+    for _ in range(LIKELY + 1):
+        results(of_targets, x, first)
+    assert len(begun) == 1
+    found = results(of_targets, x, second)
+    assert len(begun) == 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected[1], strict=True))
+
+
+@pytest.mark.parametrize("wrong", [V, -1])
+@pytest.mark.parametrize("row", [0, 1], ids=["ignored before", "supervised before"])
+def test_wrong_ids_where_rows_are_ignored(wrong, row, begun):
+    x = Operands()
+    targets = torch.where(torch.arange(N) % 3 == 0, -100, x.targets)
+    for _ in range(LIKELY):
+        results(of_targets, x, targets)
+    targets[row] = wrong
+    with pytest.raises(
+        ValueError, match=r"^targets: expected ids in \[0, 30\) or ignore_index, got 1 outside"
+    ):
+        results(of_targets, x, targets)
+    assert len(begun) == 1
 
 
 def test_nothing_is_read_before_the_last_product(monkeypatch):
@@ -291,15 +326,15 @@ def test_a_normalizer_of_zero_is_named_as_ever(begun):
 
 
 def test_what_is_not_guessed(begun):
-    """Without a sync, with boundaries, integers per token, faults, and without rows."""
+    """Without a sync, with boundaries, integers per token, faults, without rows, and rows that change."""
     x = Operands()
     three, whole, bounds = (
         x.hidden.view(4, N // 4, H),
         x.targets.view(4, N // 4),
         torch.tensor([0, 30, 60, 90, N]),
     )
-    some = torch.where(torch.arange(N).view(4, N // 4) == 3, -100, whole)
-    for _ in range(LIKELY + 1):
+    for number in range(LIKELY + 1):
+        some = torch.where(torch.arange(N).view(4, N // 4) == number, -100, whole)
         linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
         DPOLoss()(x.hidden, x.weight, x.targets, ref_logps=torch.zeros(4), cu_seqlens=bounds)
         of_several_ids(x, x.targets)

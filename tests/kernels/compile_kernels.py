@@ -248,7 +248,8 @@ def target_combinations() -> Iterator[Combination]:
     for packed in (False, True):
         yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": targets_triton.COUNTED})
     for items in (False, True):
-        yield combination("clamp_kernel", {}, {"HAS_ITEMS": items, "BLOCK": targets_triton.BLOCK})
+        flags = {"HAS_ITEMS": items, "HAS_SUPERVISED": not items, "BLOCK": targets_triton.BLOCK}
+        yield combination("clamp_kernel", {}, flags)
     yield combination("shard_columns_kernel", {}, {"BLOCK": targets_triton.BLOCK})
 
 

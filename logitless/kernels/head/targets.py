@@ -115,17 +115,24 @@ def clamped(
     V: int,
     ignore_index: int,
     num_items: Tensor | None = None,  # (), a normalizer
+    supervised: Tensor | None = None,  # (N,) bool, the tokens that are assumed to be supervised; None: all
 ) -> tuple[Tensor, Tensor]:
     """Clamp the targets (N,) to [0, V), and count violations of the assumptions of an early projection.
 
-    The counts, integers (parts,), are all 0 if every target is in [0, V) and not `ignore_index`, and
-    `num_items` is above 0.
+    The counts, integers (parts,), are all 0 if every target that is assumed to be supervised is in [0, V) and
+    not `ignore_index`, all others are `ignore_index`, and `num_items` is above 0. The other targets become
+    `ignore_index`.
     """
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
-        return targets_triton.clamped(targets, V, ignore_index, num_items)
-    wrong = ((targets == ignore_index) | (targets < 0) | (targets >= V)).sum()
+        return targets_triton.clamped(targets, V, ignore_index, num_items, supervised)
+    outside = (targets == ignore_index) | (targets < 0) | (targets >= V)
+    ids = targets.clamp(0, V - 1)
+    if supervised is not None:
+        outside = torch.where(supervised, outside, targets != ignore_index)
+        ids = torch.where(supervised, ids, ignore_index)
+    wrong = outside.sum()
     if num_items is not None:
         wrong = wrong + ~(num_items > 0)
-    return targets.clamp(0, V - 1), wrong.view(1)
+    return ids, wrong.view(1)

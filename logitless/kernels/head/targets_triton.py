@@ -172,33 +172,44 @@ def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ig
 def clamp_kernel(
     targets_ptr,
     num_items_ptr,
+    supervised_ptr,
     ids_ptr,
     counts_ptr,
     rows,
     V,
     ignore_index,
     HAS_ITEMS: tl.constexpr,
+    HAS_SUPERVISED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     part = tl.program_id(0)
     at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows
     y = tl.load(targets_ptr + at, mask=inside, other=0)
-    wrong = inside & ((y == ignore_index) | (y < 0) | (y >= V))
-    count = tl.sum(wrong.to(tl.int32), 0)
+    wrong = (y == ignore_index) | (y < 0) | (y >= V)
+    ids = tl.minimum(tl.maximum(y, 0), V - 1)
+    if HAS_SUPERVISED:
+        supervised = tl.load(supervised_ptr + at, mask=inside, other=1) != 0
+        wrong = tl.where(supervised, wrong, y != ignore_index)
+        ids = tl.where(supervised, ids, ignore_index)
+    count = tl.sum((inside & wrong).to(tl.int32), 0)
     if HAS_ITEMS:
         count += tl.where(tl.load(num_items_ptr) > 0, 0, 1)
-    tl.store(ids_ptr + at, tl.minimum(tl.maximum(y, 0), V - 1), mask=inside)
+    tl.store(ids_ptr + at, ids, mask=inside)
     tl.store(counts_ptr + part, count.to(tl.int64))
 
 
-def clamped(targets: Tensor, V: int, ignore_index: int, num_items: Tensor | None) -> tuple[Tensor, Tensor]:
+def clamped(
+    targets: Tensor, V: int, ignore_index: int, num_items: Tensor | None, supervised: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows = targets.shape[0]
     targets = dense(targets, torch.int64)
     parts = triton.cdiv(rows, BLOCK)
     ids = torch.empty_like(targets)
     wrong = torch.empty(parts, dtype=torch.int64, device=targets.device)
     items = wrong if num_items is None else num_items
-    flags = {"HAS_ITEMS": num_items is not None, "BLOCK": BLOCK, "num_warps": WARPS}
-    clamp_kernel[(parts,)](targets, items, ids, wrong, rows, V, ignore_index, **flags)
+    flags = {"HAS_ITEMS": num_items is not None, "HAS_SUPERVISED": supervised is not None}
+    mask = wrong if supervised is None else dense(supervised, torch.bool).view(torch.int8)
+    flags |= {"BLOCK": BLOCK, "num_warps": WARPS}
+    clamp_kernel[(parts,)](targets, items, mask, ids, wrong, rows, V, ignore_index, **flags)
     return ids, wrong

@@ -165,3 +165,19 @@ def test_columns_of_a_shard(n, ignore_index, start):
     expected = [-100 if y == ignore_index else y - start if y in columns else width for y in ids.tolist()]
     found = shard_columns(strided(ids), start, width, ignore_index, -100)
     assert found.device.type == DEVICE.type and found.tolist() == expected
+
+
+@pytest.mark.parametrize("N", [1, 7, 3000])
+def test_clamped_targets_where_some_are_ignored(N):
+    V, random = 11, Random(N)
+    ids = random.integers(V, N)
+    supervised = torch.arange(N, device=DEVICE) % 3 != 1
+    targets = torch.where(supervised, ids, -100)
+    found, wrong = clamped(targets, V, -100, supervised=supervised)
+    assert torch.equal(found, targets) and not wrong.any()
+    for place, value in itertools.product({0, N // 2, N - 1}, (-100, -1, V, 3)):
+        others = targets.clone()
+        others[place] = value
+        found, wrong = clamped(others, V, -100, supervised=supervised)
+        assert wrong.sum() == (value != -100 if not supervised[place] else value != 3)
+        assert torch.equal(found, torch.where(supervised, others.clamp(0, V - 1), -100))
