@@ -91,9 +91,31 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     )
     yield "ORPO", call(logitless.ORPOLoss(), answers)
     yield "JSD", call(logitless.JSDLoss(), every, **teacher)
+    if find_spec("peft"):
+        yield "LoRA layers", lora_layers(dtype)
     if find_spec("trl"):
         with tempfile.TemporaryDirectory() as folder:
             yield "TRL SFT step", sft_step(dtype, Path(folder))
+
+
+def lora_layers(dtype: torch.dtype) -> Call:
+    """The projections of a fused attention with PEFT's adapters: q, k and v of one input, and o."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+    from logitless.models import fuse_layers
+
+    sizes = {"hidden_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    attention = Qwen3Attention(Qwen3Config(**sizes, attn_implementation="sdpa"), 0).to(dtype)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = get_peft_model(attention, LoraConfig(r=4, target_modules=names), autocast_adapter_dtype=False)
+    fuse_layers(model)
+    x = torch.randn(2, 4, 16).to(dtype).requires_grad_()
+    angles = torch.ones(2, 4, 8).to(dtype), torch.ones(2, 4, 8).to(dtype)
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    return Call(leaves, lambda: model(x, position_embeddings=angles, attention_mask=None)[0].sum().backward())
 
 
 def sft_step(dtype: torch.dtype, folder: Path) -> Call:

@@ -8,6 +8,7 @@ of a GPU are not simulated.
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -104,12 +105,21 @@ def _count(marks: Tensor, bounds: Tensor, counts: Tensor, rows: int, length: int
 
 
 def _clamp(
-    targets: Tensor, num_items: Tensor, ids: Tensor, wrong: Tensor, rows: int, V: int, ignore_index: int, *_
+    targets: Tensor,
+    num_items: Tensor,
+    supervised: Tensor,
+    ids: Tensor,
+    wrong: Tensor,
+    rows: int,
+    V: int,
+    ignore_index: int,
+    *_,
 ) -> None:
     y = targets.numpy()
-    ids.numpy()[:] = y.clip(0, V - 1)
+    kept = supervised.numpy() != 0 if supervised.dtype == torch.int8 else np.full(rows, True)
+    ids.numpy()[:] = np.where(kept, y.clip(0, V - 1), ignore_index)
     wrong.numpy()[:] = 0
-    wrong.numpy()[0] = ((y == ignore_index) | (y < 0) | (y >= V)).sum()
+    wrong.numpy()[0] = np.where(kept, (y < 0) | (y >= V), y != ignore_index).sum()
 
 
 def _ones(*operands: object) -> None:

@@ -49,6 +49,11 @@ def widest_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     return dtype
 
 
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up. In a launcher, that of Triton takes 2 microseconds."""
+    return -(-a // b)
+
+
 def all_triton(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the Triton kernels run for these operands, which are on one device.
 

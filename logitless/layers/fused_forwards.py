@@ -8,6 +8,7 @@ torch.compile the model's own code runs, because Inductor fuses it better.
 
 import functools
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ KEY = "layers"
 LAYER_NORM = Norm("single", "eps", center=True)
 # Arguments of attentions and decoder layers that hold the keys and values of earlier tokens in generation.
 CACHES = ("cache", "past_key_values", "layer_past", "cache_params")
-PLAIN_TYPES = (Tensor, nn.Parameter)
+PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
+_hooks_of = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -140,7 +142,7 @@ class Rotate:
         norms = (q_norm, k_norm)
         bodies = [body_of(norm) for norm in norms]
         if (
-            all(map(is_untouched, norms))
+            is_untouched(*norms)
             and not self.rotation.deinterleave
             and self._supports(q, k, cos, sin)
             and _are_equal_norms(norms, bodies)
@@ -228,18 +230,17 @@ def body_of(module: nn.Module) -> Norm | None:
     return state.value if is_norm and state.value.gate is None and _has_options(module, state.value) else None
 
 
-def is_untouched(module: nn.Module) -> bool:
-    """Whether a call of the module runs only the forward pass of its class: no hooks, no other forward."""
-    attributes = module.__dict__
-    return not (
-        attributes["_forward_pre_hooks"]
-        or attributes["_forward_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-        or attributes.get("_compiled_call_impl") is not None
-        or torch_module._has_any_global_hook()
-    )
+def is_untouched(*modules: nn.Module) -> bool:
+    """Whether calls of the modules run only the forward pass of their class: no hooks, no other forward."""
+    for module in modules:
+        attributes = module.__dict__
+        if (
+            any(_hooks_of(attributes))
+            or "forward" in attributes
+            or attributes.get("_compiled_call_impl") is not None
+        ):
+            return False
+    return not torch_module._has_any_global_hook()
 
 
 def _can_fuse_addition(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.launch import cached_launch
-from logitless.kernels.operands import as_rows, multiprocessors
+from logitless.kernels.operands import as_rows, cdiv, multiprocessors
 from logitless.layers.norm_triton import choose_num_stages, column_sum, forward_tile
 
 
@@ -170,7 +170,7 @@ def forward(x: Tensor, gate: Tensor, weight: Tensor | None, config) -> tuple[Ten
     rstd = x.new_empty(rows * groups, dtype=torch.float32)
     is_rounded = config.rounding == "llama"
     tile = forward_tile(columns)
-    gated_norm_kernel[(triton.cdiv(rows, tile["ROWS"]) * groups,)](
+    gated_norm_kernel[(cdiv(rows, tile["ROWS"]) * groups,)](
         x_rows,
         gate_rows,
         None if weight is None else weight.contiguous(),
@@ -204,8 +204,8 @@ def backward(
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     tile, programs = backward_tile(columns, sum(t.element_size() for t in (d_y, x, gate)))
-    programs = triton.cdiv(programs * multiprocessors(x.device), groups)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), programs)
+    programs = cdiv(programs * multiprocessors(x.device), groups)
+    programs = min(cdiv(rows, tile["ROWS"]), programs)
     partial_sums = x.new_empty((programs, groups, columns), dtype=torch.float32) if needs_d_weight else None
     gated_norm_backward_kernel[(programs * groups,)](
         d_y_rows,

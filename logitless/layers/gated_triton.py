@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.launch import cached_launch
-from logitless.kernels.operands import as_rows, widest_dtype
+from logitless.kernels.operands import as_rows, cdiv, widest_dtype
 
 BLOCK, WARPS = 2048, 4
 KINDS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
@@ -103,7 +103,7 @@ def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
     rows, columns = _launch_shape(a, b)
     a, a_stride = as_rows(a)
     b, b_stride = as_rows(b)
-    gated_kernel[(rows * triton.cdiv(columns, BLOCK),)](
+    gated_kernel[(rows * cdiv(columns, BLOCK),)](
         a, b, out, a_stride, b_stride, columns, KIND=KINDS[activation], BLOCK=BLOCK, num_warps=WARPS
     )
     return out
@@ -118,7 +118,7 @@ def backward(d_out: Tensor, a: Tensor, b: Tensor, activation: str, out: tuple[Te
     a, a_stride = as_rows(a)
     b, b_stride = as_rows(b)
     d_a, d_stride = as_rows(out[0])
-    gated_backward_kernel[(rows * triton.cdiv(columns, BLOCK),)](
+    gated_backward_kernel[(rows * cdiv(columns, BLOCK),)](
         d_out,
         a,
         b,

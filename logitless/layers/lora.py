@@ -15,8 +15,9 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,15 @@ logger = logging.getLogger(__name__)
 _thread = threading.local()
 
 KEY = "lora"
+LINEAR_4BIT = "peft.tuners.lora.bnb.Linear4bit"
 # Names of PEFT's classes that are fused -> those of their base layers. Subclasses may compute something else.
 FUSED_CLASSES = {
     "peft.tuners.lora.layer.Linear": "torch.nn.modules.linear.Linear",
-    "peft.tuners.lora.bnb.Linear4bit": "bitsandbytes.nn.modules.Linear4bit",
+    LINEAR_4BIT: "bitsandbytes.nn.modules.Linear4bit",
 }
 PARAMS_4BIT = "bitsandbytes.nn.modules.Params4bit"
+_dtype_of = attrgetter("dtype")
+_what_members_share = attrgetter("scale", "dropout", "a.shape")
 
 
 class LoraProjection(NamedTuple):
@@ -194,28 +198,32 @@ def read_projection(module: nn.Module, x: Tensor) -> LoraProjection | str:
     if module.merged_adapters:
         return "adapters are merged"
     names = module.active_adapters
-    if len(names) != 1 or names[0] not in module.lora_A:
+    # Attributes that are modules or parameters are looked up by Python code of torch, which takes longer.
+    children = module._modules
+    if len(names) != 1 or names[0] not in children["lora_A"]._modules:
         return "no adapter is active" if len(names) < 2 else "several adapters are active"
     (name,) = names
-    base = module.base_layer
-    lora_a = module.lora_A[name]
-    lora_b = module.lora_B[name]
-    dropout = module.lora_dropout[name]
+    base = children["base_layer"]
+    lora_a = children["lora_A"]._modules[name]
+    lora_b = children["lora_B"]._modules[name]
+    dropout = children["lora_dropout"]._modules[name]
     scale = module.scaling[name]
     if getattr(module, "lora_variant", {}).get(name) is not None:
         return "the adapter is not plain LoRA"
-    is_4bit = _class_name(base) == FUSED_CLASSES["peft.tuners.lora.bnb.Linear4bit"]
+    is_4bit = type(base) is not nn.Linear and _class_name(base) == FUSED_CLASSES[LINEAR_4BIT]
     for layer in (lora_a, lora_b) if is_4bit else (base, lora_a, lora_b):
         if type(layer) is not nn.Linear:
             return f"a layer of the projection is {type(layer).__name__}"
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"the dropout is {type(dropout).__name__}"
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    if lora_a.bias is not None or lora_b.bias is not None or type(scale) not in (int, float) or p >= 1:
-        return "the adapter is not plain LoRA"
-    if not all(map(is_untouched, (base, lora_a, lora_b, dropout))):
+    if not is_untouched(base, lora_a, lora_b, dropout):
         return "a layer of the projection has hooks or a forward attribute"
-    weight, bias, a, b = base.weight, base.bias, lora_a.weight, lora_b.weight
+    weight, bias = _weight_and_bias(base)
+    a, a_bias = _weight_and_bias(lora_a)
+    b, b_bias = _weight_and_bias(lora_b)
+    if a_bias is not None or b_bias is not None or type(scale) not in (int, float) or p >= 1:
+        return "the adapter is not plain LoRA"
     if weight.requires_grad or bias is not None and bias.requires_grad:
         return "the base layer is trained"
     dtype = compute_dtype(x)
@@ -230,15 +238,24 @@ def read_projection(module: nn.Module, x: Tensor) -> LoraProjection | str:
         tensors.append(weight)
         shape = weight.shape
     # ZeRO-3 leaves empty parameters.
-    if not all(type(t) in PLAIN_TYPES for t in tensors) or x.is_meta or x.shape[-1:] != shape[1:]:
+    if not PLAIN_TYPES.issuperset(map(type, tensors)) or x.is_meta or x.shape[-1:] != shape[1:]:
         return "a parameter or the input is not a plain tensor"
-    if dtype != x.dtype or any(t.dtype != dtype for t in tensors):
+    dtypes = set(map(_dtype_of, tensors))
+    if dtypes != {dtype}:
         if not torch.is_autocast_enabled(x.device.type):
             # PEFT computes a wider adapter in its own dtype.
             return "input, weights and adapters have several dtypes, without autocast"
-        if not all(t.dtype in (dtype, torch.float32) for t in tensors):
+        if not dtypes <= {dtype, torch.float32}:
             return "a tensor has a dtype that autocast does not cast"
     return LoraProjection(weight, bias, a, b, scale, p, quant_state)
+
+
+def _weight_and_bias(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return layer.weight and layer.bias, also if they are no parameters, as under FSDP1."""
+    parameters = layer._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return layer.weight, layer.bias
 
 
 def _reason_against_4bit(base: nn.Module, x: Tensor, dtype: torch.dtype, quant_state: Any) -> str:
@@ -260,148 +277,153 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def apply_projections(x: Tensor, projections: list[LoraProjection]) -> tuple[Tensor, ...]:
+def apply_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
     """Return the results of projections of one input (..., K), each (..., O)."""
-    weights, biases, many_a, many_b, scales, dropouts, states = zip(*projections)
     # Cast by autograd, so that it is known as a copy of x where tensors are recomputed.
-    cast = x.to(compute_dtype(x))
+    dtype = compute_dtype(x)
+    cast = x if x.dtype == dtype else x.to(dtype)
     # Its gradient would be the sum over the projections, rounded to the products' dtype.
     uncast = None if cast is x else x
-    return _Projections.apply(cast, uncast, scales, dropouts, states, *weights, *biases, *many_a, *many_b)
-
-
-class _Run(NamedTuple):
-    """Successive projections of equal scale and dropout, and with dropout of equal rank."""
-
-    members: slice
-    columns: slice  # of h; rows of A
-    scale: float
-    dropout: float
-
-
-def _runs_of(scales: list[float], dropouts: tuple[float, ...], ranks: list[int]) -> list[_Run]:
-    runs = []
-    member = column = 0
-    alike = itertools.groupby(zip(scales, dropouts, ranks), lambda x: (*x[:2], x[2] if x[1] else None))
-    for (scale, p, _), group in alike:
-        widths = [rank for _, _, rank in group]
-        end, last = member + len(widths), column + sum(widths)
-        runs.append(_Run(slice(member, end), slice(column, last), scale, p))
-        member, column = end, last
-    return runs
+    results: tuple[Tensor, ...] = ()
+    for _, alike in itertools.groupby(projections, _what_members_share):
+        members = list(alike)
+        adapters = [each.a for each in members] + [each.b for each in members]
+        results += _Projections.apply(cast, uncast, members, *adapters)
+    return results
 
 
 class _Projections(torch.autograd.Function):
     """n projections of one x: 2 n + 1 products in the forward pass, 3 n + 2 in the backward pass.
 
-    With dropout, the inputs of A differ: see `lora_dropout`. Products are written with `out` or in place, to
-    which autocast does not apply. Where `uncast` is not None, x is its copy in the products' dtype; it has
-    the gradient instead of x, summed in its own dtype.
+    Scale, dropout and rank are the same for all. With dropout, the inputs of A differ: see `lora_dropout`.
+    Products are written with `out` or in place, to which autocast does not apply. Where `uncast` is not None,
+    x is its copy in the products' dtype; it has the gradient instead of x, summed in its own dtype.
+
+    `adapters` are all A, then all B. Frozen weights are neither arguments nor saved for the backward pass:
+    every argument and every saved tensor takes host time, most of all under activation checkpointing.
     """
 
     @staticmethod
-    def forward(ctx, x, uncast, scales, dropouts, quant_states, *tensors):
-        n = len(scales)
-        weights, biases, many_a, many_b = (tensors[i * n : (i + 1) * n] for i in range(4))
-        ranks = [a.shape[0] for a in many_a]
+    def forward(ctx, x, uncast, members, *adapters):
+        n = len(members)
+        scale, p = members[0].scale, members[0].dropout
+        scale /= 1 - p  # of the masked x, which is not rounded
         rows = x.reshape(-1, x.shape[-1])
-        a, many_b = _cast_adapters(many_a, many_b, ranks, x.dtype)
-        h = rows.new_empty(rows.shape[0], sum(ranks))
-        # Of the masked x, which is not rounded.
-        scales = [scale / (1 - p) for scale, p in zip(scales, dropouts)]
-        runs = _runs_of(scales, dropouts, ranks)
-        many_masks = []
-        for run in runs:
-            masks, each, part = None, a[run.columns], h[:, run.columns]
-            if run.dropout:
-                count = run.members.stop - run.members.start
-                masks = lora_dropout.draw_masks(rows, run.dropout, count, each.shape[0] // count)
-                lora_dropout.project(rows, masks, each, run.scale, part)
-            else:
-                scaled_product(rows, each.t(), run.scale, part)
-            many_masks.append(masks)
+        a, many_b = _cast_adapters(adapters[:n], adapters[n:], x.dtype)
+        h = rows.new_empty(rows.shape[0], a.shape[0])
+        masks = None
+        if p:
+            masks = lora_dropout.draw_masks(rows, p, n, a.shape[0] // n)
+            lora_dropout.project(rows, masks, a, scale, h)
+        else:
+            scaled_product(rows, a.t(), scale, h)
         results = []
-        for weight, state, bias, part, b in zip(weights, quant_states, biases, h.split(ranks, 1), many_b):
+        for member, part, b in zip(members, _chunks(h, n, 1), _each_b(many_b, members)):
             # Not a view: the caller may change it in place.
             result = x.new_empty(*x.shape[:-1], b.shape[0])
             y = result.view(-1, b.shape[0])
-            weight = _as_matrix(weight, state, x.dtype).t()
-            if bias is None:
+            weight = _as_matrix(member, x.dtype).t()
+            if member.bias is None:
                 torch.mm(rows, weight, out=y)
             else:
-                torch.addmm(bias.to(x.dtype), rows, weight, out=y)
+                torch.addmm(member.bias.to(x.dtype), rows, weight, out=y)
             y.addmm_(part, b.t())
             results.append(result)
         ctx.set_materialize_grads(False)
-        trains_a = any(ctx.needs_input_grad[5 + 2 * n : 5 + 3 * n])
-        ctx.save_for_backward(x if trains_a else None, h, a, *many_b, *weights, *many_masks)
-        ctx.quant_states = quant_states
-        ctx.scales, ctx.runs, ctx.ranks, ctx.shape = scales, runs, ranks, x.shape
+        trains_a = any(ctx.needs_input_grad[3 : 3 + n])
+        ctx.save_for_backward(x if trains_a else None, h, masks, a, *many_b)
+        ctx.members, ctx.versions = members, _versions(members)
+        ctx.scale, ctx.shape = scale, x.shape
         ctx.d_x_dtype = x.dtype if uncast is None else uncast.dtype
-        ctx.dtypes = [each.dtype for each in tensors[2 * n :]]
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        n, ranks = len(ctx.ranks), ctx.ranks
-        x, h, a, *rest = ctx.saved_tensors
-        many_b, weights, many_masks = rest[:n], rest[n : 2 * n], rest[2 * n :]
-        needs_x, needs_a = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[5 + 2 * n : 5 + 3 * n]
-        needs_b = ctx.needs_input_grad[5 + 3 * n :]
+        members, n = ctx.members, len(ctx.members)
+        if _versions(members) != ctx.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                "operation: the base weight of a LoRA layer"
+            )
+        x, h, masks, a, *many_b = ctx.saved_tensors
+        needs_cast, needs_uncast, _, *needs = ctx.needs_input_grad
+        needs_x, needs_a, needs_b = needs_cast or needs_uncast, needs[:n], needs[n:]
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
         is_first = True
-        for i, (d_y, part, d_part) in enumerate(zip(grads, h.split(ranks, 1), d_h.split(ranks, 1))):
+        parts = zip(grads, _chunks(h, n, 1), _chunks(d_h, n, 1), _each_b(many_b, members))
+        for i, (d_y, part, d_part, b) in enumerate(parts):
             if d_y is None:
                 d_part.zero_()
                 continue
-            d_y = d_y.reshape(-1, d_y.shape[-1])
-            scaled_product(d_y, many_b[i], ctx.scales[i], d_part)
+            d_y = d_y.reshape(-1, b.shape[0])
+            scaled_product(d_y, b, ctx.scale, d_part)
+            transposed = d_y.t()
             if needs_b[i]:
-                d_b[i] = product(d_y.t(), part, ctx.dtypes[n + i])
+                d_b[i] = product(transposed, part, members[i].b.dtype)
             if needs_x:
-                weight = _as_matrix(weights[i], ctx.quant_states[i], d_y.dtype)
-                accumulate(d_x, d_y.t(), weight, first=is_first)
+                accumulate(d_x, transposed, _as_matrix(members[i], d_y.dtype), first=is_first)
                 is_first = False
-        for run, masks in zip(ctx.runs, many_masks):
-            d_part = d_h[:, run.columns]
-            if any(needs_a[run.members]):
-                rows, dtype = x.reshape(-1, x.shape[-1]), ctx.dtypes[run.members.start]
-                if masks is None:
-                    gradients = product(d_part.t(), rows, dtype)
-                else:
-                    gradients = lora_dropout.weight_gradient(d_part, rows, masks, dtype)
-                d_a[run.members] = gradients.split(ranks[run.members])
-            if needs_x and masks is None:
-                accumulate(d_x, d_part.t(), a[run.columns], first=False)
-            elif needs_x:
-                lora_dropout.add_input_gradient(d_x, d_part, masks, a[run.columns])
-        # A projection whose result is not used has no gradient, not zeros: AdamW would decay its A.
-        d_a = [each if needed and d_y is not None else None for each, needed, d_y in zip(d_a, needs_a, grads)]
-        d_x = None if d_x is None else d_x.view(ctx.shape)
-        d_inputs = (d_x, None) if ctx.d_x_dtype == h.dtype else (None, d_x)
-        return *d_inputs, None, None, None, *[None] * (2 * n), *d_a, *d_b
+        transposed = d_h.t()
+        if any(needs_a):
+            rows, dtype = x.reshape(-1, ctx.shape[-1]), members[0].a.dtype
+            if masks is None:
+                gradients = product(transposed, rows, dtype)
+            else:
+                gradients = lora_dropout.weight_gradient(d_h, rows, masks, dtype)
+            # A projection whose result is not used has no gradient, not zeros: AdamW would decay its A.
+            for i, gradient in enumerate(_chunks(gradients, n, 0)):
+                if needs_a[i] and grads[i] is not None:
+                    d_a[i] = gradient
+        if needs_x:
+            if masks is None:
+                accumulate(d_x, transposed, a, first=False)
+            else:
+                lora_dropout.add_input_gradient(d_x, d_h, masks, a)
+            d_x = d_x.view(ctx.shape)
+        d_inputs = (None, d_x) if needs_uncast else (d_x, None)
+        return *d_inputs, None, *d_a, *d_b
 
 
-def _as_matrix(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight (O, K) in `dtype`, unpacked if bitsandbytes has packed it."""
-    if quant_state is not None:
+def _versions(members: list[LoraProjection]) -> list[int | None]:
+    """Return numbers that change when a base weight is modified in place."""
+    return [None if member.weight.is_inference() else member.weight._version for member in members]
+
+
+def _as_matrix(projection: LoraProjection, dtype: torch.dtype) -> Tensor:
+    """Return the base weight (O, K) in `dtype`, unpacked if bitsandbytes has packed it."""
+    weight = projection.weight
+    if projection.quant_state is not None:
         import bitsandbytes
 
-        weight = bitsandbytes.functional.dequantize_4bit(weight.data, quant_state)
-    return weight.to(dtype)
+        weight = bitsandbytes.functional.dequantize_4bit(weight.data, projection.quant_state)
+    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def _cast_adapters(
-    many_a: tuple[Tensor, ...], many_b: tuple[Tensor, ...], ranks: list[int], dtype: torch.dtype
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return all A, one below the other, and each B, in `dtype`."""
+    many_a: Sequence[Tensor], many_b: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return all A below each other, and all B, which are below each other if they had to be cast."""
+    n = len(many_a)
     if all(each.dtype == dtype for each in (*many_a, *many_b)):
-        return torch.cat(many_a) if len(many_a) > 1 else many_a[0], many_b
-    a = many_a[0].new_empty(sum(ranks), many_a[0].shape[1], dtype=dtype)
-    cast_b = tuple(torch.empty_like(b, dtype=dtype) for b in many_b)
+        return torch.cat(many_a) if n > 1 else many_a[0], many_b
+    rank, columns = many_a[0].shape
+    heights = [each.shape[0] for each in many_b]
+    a = many_a[0].new_empty(n * rank, columns, dtype=dtype)
+    b = many_a[0].new_empty(sum(heights), rank, dtype=dtype)
     # One kernel.
-    torch._foreach_copy_([*a.split(ranks), *cast_b], [*many_a, *many_b])
-    return a, cast_b
+    torch._foreach_copy_([*_chunks(a, n, 0), *b.split_with_sizes(heights)], [*many_a, *many_b])
+    return a, [b]
+
+
+def _each_b(many_b: Sequence[Tensor], members: list[LoraProjection]) -> Sequence[Tensor]:
+    """Return the B of each projection, given all B of `_cast_adapters`."""
+    if len(many_b) == len(members):
+        return many_b
+    return many_b[0].split_with_sizes([each.b.shape[0] for each in members])
+
+
+def _chunks(x: Tensor, n: int, dim: int) -> Sequence[Tensor]:
+    return [x] if n == 1 else x.chunk(n, dim)

@@ -7,13 +7,15 @@ Byte k of a row of bits has those of the columns 128 (k // 16) + k % 16 + 16 j, 
 with neighbouring columns read neighbouring bytes, and a tile of 128 columns reads 16 of them.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.launch import cached_launch
-from logitless.kernels.operands import as_rows, multiprocessors
+from logitless.kernels.operands import as_rows, cdiv, multiprocessors
 
 RUN = tl.constexpr(16)
 TILE = tl.constexpr(8 * 16)
@@ -184,12 +186,10 @@ def draw_bits(x: Tensor, p: float, count: int) -> Tensor:
     activation checkpointing set. p is rounded to a multiple of 2^-16.
     """
     rows, columns = x.shape
-    bits = torch.empty(
-        count, rows, triton.cdiv(columns, TILE.value) * RUN.value, dtype=torch.uint8, device=x.device
-    )
-    seed = torch.empty((), dtype=torch.int64, device=x.device).random_()
+    bits = x.new_empty(count, rows, cdiv(columns, TILE.value) * RUN.value, dtype=torch.uint8)
+    seed = x.new_empty((), dtype=torch.int64).random_()
     threshold = min(round(p * 2**16), 2**16 - 1)
-    grid = (triton.cdiv(bits.numel(), BYTES),)
+    grid = (cdiv(bits.numel(), BYTES),)
     draw_bits_kernel[grid](bits, seed, bits.numel(), threshold, BYTES=BYTES, num_warps=4)
     return bits
 
@@ -198,7 +198,7 @@ def project(x: Tensor, bits: Tensor, a: Tensor, scale: float, out: Tensor) -> No
     x, x_stride = as_rows(x)
     (count, rows, row_bytes), (height, columns) = bits.shape, a.shape
     padded = _padded(height // count)
-    dropout_project_kernel[(triton.cdiv(rows, BLOCK) * count,)](
+    dropout_project_kernel[(cdiv(rows, BLOCK) * count,)](
         x,
         bits,
         a,
@@ -223,10 +223,10 @@ def weight_gradient(d_h: Tensor, x: Tensor, bits: Tensor) -> Tensor:
     x, x_stride = as_rows(x)
     (count, rows, row_bytes), columns, height = bits.shape, x.shape[-1], d_h.shape[1]
     padded = _padded(height // count)
-    tiles = triton.cdiv(columns, TILE.value) * count
+    tiles = cdiv(columns, TILE.value) * count
     pieces = max(1, 4 * multiprocessors(x.device) // tiles)
-    piece = triton.cdiv(triton.cdiv(rows, pieces), BLOCK) * BLOCK
-    pieces = triton.cdiv(rows, piece)
+    piece = cdiv(cdiv(rows, pieces), BLOCK) * BLOCK
+    pieces = cdiv(rows, piece)
     sums = x.new_empty(pieces, height, columns, dtype=torch.float32)
     dropout_weight_kernel[(pieces * tiles,)](
         x,
@@ -251,7 +251,7 @@ def weight_gradient(d_h: Tensor, x: Tensor, bits: Tensor) -> Tensor:
 
 def add_input_gradient(d_x: Tensor, d_h: Tensor, bits: Tensor, a: Tensor) -> None:
     (count, rows, row_bytes), (height, columns) = bits.shape, a.shape
-    dropout_input_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(columns, TILE.value),)](
+    dropout_input_kernel[(cdiv(rows, BLOCK) * cdiv(columns, TILE.value),)](
         d_x,
         bits,
         d_h,
@@ -268,6 +268,7 @@ def add_input_gradient(d_x: Tensor, d_h: Tensor, bits: Tensor, a: Tensor) -> Non
     )
 
 
+@functools.cache
 def _padded(rank: int) -> int:
     """Return the rank of the tiles: a power of 2, and at least 16 for a product of tiles."""
     return max(16, triton.next_power_of_2(rank))

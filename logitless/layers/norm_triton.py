@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.launch import cached_launch
-from logitless.kernels.operands import as_rows, multiprocessors, widest_dtype
+from logitless.kernels.operands import as_rows, cdiv, multiprocessors, widest_dtype
 
 
 @cached_launch
@@ -209,7 +209,7 @@ def column_sum(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
     programs = partial_sums.shape[0]
     columns = partial_sums.numel() // programs
     out = partial_sums.new_empty(columns, dtype=dtype)
-    column_sum_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
+    column_sum_kernel[(cdiv(columns, SUM_COLUMNS),)](
         partial_sums, out, programs, columns, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS, num_warps=SUM_WARPS
     )
     return out
@@ -262,7 +262,7 @@ def backward_tile(columns: int, bytes_per_element: int) -> tuple[dict[str, int],
     width = block + rest
     hold_weight = columns <= 8192
     # At most 40 elements per thread.
-    warps = max(4, triton.next_power_of_2(triton.cdiv(width, 1280)))
+    warps = max(4, triton.next_power_of_2(cdiv(width, 1280)))
     rows = 1
     programs = max(1, 4096 // block)
     max_stages = 4
@@ -325,7 +325,7 @@ def forward(
         rstd = x.new_empty(rows, dtype=torch.float32)
         mean = torch.empty_like(rstd) if config.center else None
     tile = forward_tile(columns)
-    norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+    norm_kernel[(cdiv(rows, tile["ROWS"]),)](
         x_rows,
         residual_rows,
         None if weight is None else weight.contiguous(),
@@ -370,7 +370,7 @@ def backward(
         d_x = _empty_contiguous(h, gradient_dtypes.x)
     bytes_per_element = sum(0 if x is None else x.element_size() for x in (d_y, d_h, h))
     tile, programs = backward_tile(columns, bytes_per_element)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), programs * multiprocessors(h.device))
+    programs = min(cdiv(rows, tile["ROWS"]), programs * multiprocessors(h.device))
     vector_dtypes = [dtype for dtype in (gradient_dtypes.weight, gradient_dtypes.bias) if dtype]
     partial_sums = (
         h.new_empty((programs, len(vector_dtypes), columns), dtype=torch.float32) if vector_dtypes else None

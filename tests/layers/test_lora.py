@@ -283,6 +283,55 @@ def test_changes_of_a_part_run_pefts_code(name):
     )
 
 
+def replaced(layer: nn.Module, name: str, how: str) -> None:
+    """Replace a parameter by another, a buffer, or an attribute as FSDP1 does, with other values."""
+    value = 2 * getattr(layer, name).detach()
+    if how == "parameter":
+        setattr(layer, name, nn.Parameter(value, requires_grad=getattr(layer, name).requires_grad))
+        return
+    delattr(layer, name)
+    if how == "buffer":
+        layer.register_buffer(name, value)
+    else:
+        setattr(layer, name, value)
+
+
+@pytest.mark.parametrize("how", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "lora_B.default"])
+def test_a_parameter_that_was_replaced_is_used(part, how):
+    model, stock = block(bias=True), block(bias=True)
+    report = fuse_layers(model).report
+    before = outcome(model)
+    for each in (model, stock):
+        layer = each.get_base_model().first.get_submodule(part)
+        replaced(layer, "weight", how)
+        if layer.bias is not None:
+            replaced(layer, "bias", how)
+    found = outcome(model)
+    assert_equal_outcomes(found, outcome(stock))
+    assert not report.stock_calls and not torch.equal(found["first"], before["first"])
+
+
+def test_a_base_weight_that_changes_before_the_backward_pass_is_an_error():
+    model = block()
+    fuse_layers(model)
+    first, second = model(torch.randn(3, 24, requires_grad=True))
+    with torch.no_grad():
+        layer_of(model, "first").base_layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation: .*LoRA"):
+        (first.sum() + second.sum()).backward()
+
+
+def test_inference_tensors():
+    with torch.inference_mode():
+        model = block(bias=True)
+        x = torch.randn(3, 24)
+        wanted = model(x)
+        report = fuse_layers(model).report
+        torch.testing.assert_close(model(x), wanted)
+    assert not report.stock_calls
+
+
 def test_hooks_on_a_fused_layer_run():
     model, seen = block(), []
     fuse_layers(model)
