@@ -413,5 +413,6 @@ def _unowned(x: object) -> object:
     storage = x.untyped_storage()
     if not storage.nbytes():
         return torch.empty_like(x)
-    memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=x.device)
+    block = _Memory(storage.data_ptr(), storage.nbytes())
+    memory = torch.as_tensor(block, dtype=torch.uint8, device=x.device)
     return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())
