@@ -57,15 +57,15 @@ def environment() -> dict[str, str]:
 
 def cases() -> list[tuple[dict, str]]:
     draw = random.Random(0)
-    found = []
+    actual = []
     for *values, ignored, dtype in itertools.product(*(FACTORS[name] for name in GRID), IGNORED, DTYPES):
-        case = dict(zip(GRID, values)) | {"ignored": ignored, "seed": len(found)}
+        case = dict(zip(GRID, values)) | {"ignored": ignored, "seed": len(actual)}
         while True:
             drawn = {name: draw.choice(FACTORS[name]) for name in FACTORS if name not in case}
             if has_effect(case | drawn) and not (drawn["shape"] == "1" and ignored):
                 break
-        found.append((case | drawn, dtype))
-    return found
+        actual.append((case | drawn, dtype))
+    return actual
 
 
 def failures(number: int, share: list[tuple[dict, str]]) -> list[str]:
@@ -77,13 +77,13 @@ def failures(number: int, share: list[tuple[dict, str]]) -> list[str]:
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(number % torch.cuda.device_count())
     warnings.simplefilter("ignore", BudgetWarning)
-    found = []
+    actual = []
     for case, dtype in share:
         try:
             check_case(case, DTYPES[dtype])
         except AssertionError as error:
-            found.append(f"{dtype} {case}: {str(error).splitlines()[0]}")
-    return found
+            actual.append(f"{dtype} {case}: {str(error).splitlines()[0]}")
+    return actual
 
 
 def main(
@@ -99,14 +99,14 @@ def main(
     chosen, start = cases()[::every][k - 1 :: n], time.perf_counter()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         shares = (chosen[job::jobs] for job in range(jobs))
-        found = sum(pool.map(failures, range(jobs), shares), [])
+        actual = sum(pool.map(failures, range(jobs), shares), [])
     if json_file is not None:
         record = {"command": sys.argv[1:], "environment": environment(), "cases": len(chosen)}
-        record |= {"seconds": round(time.perf_counter() - start), "failed": found}
+        record |= {"seconds": round(time.perf_counter() - start), "failed": actual}
         json_file.write_text(json.dumps(record, indent=1) + "\n")
-    typer.echo("\n".join(found[:50]))
-    typer.echo(f"{len(chosen)} cases, {len(found)} failed")
-    raise typer.Exit(bool(found))
+    typer.echo("\n".join(actual[:50]))
+    typer.echo(f"{len(chosen)} cases, {len(actual)} failed")
+    raise typer.Exit(bool(actual))
 
 
 if __name__ == "__main__":

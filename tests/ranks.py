@@ -165,8 +165,8 @@ def _run(rank: int, world: int, backend: str, folder: str, function: Callable[..
         device_id=device,
     )
     try:
-        found = tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args))
-        torch.save(found, Path(folder, f"{rank}.pt"))
+        actual = tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args))
+        torch.save(actual, Path(folder, f"{rank}.pt"))
     except BaseException:
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())
         os._exit(1)  # at once: leaving the process group may wait for the others

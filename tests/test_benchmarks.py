@@ -163,12 +163,12 @@ def test_layer_tiles(monkeypatch):
 
 def test_every_row_of_compare_runs(tmp_path, uncompiled):
     settings = {"seed": 0, "quick": True, "repeats": 1, "host_calls": 2, "words": []}
-    here = own_rows.Session(device=CPU, out=tmp_path / "rows.json", found={"rows": []}, **settings)
+    here = own_rows.Session(device=CPU, out=tmp_path / "rows.json", actual={"rows": []}, **settings)
     for row in own_rows.ROWS:
         here.measure(row, lambda row: own_rows.timed(here, row, here.arguments(row.inputs)))
-    found = {row["name"]: row for row in json.loads(here.out.read_text())["rows"]}
-    assert list(found) == [row.name for row in own_rows.ROWS]
-    for row in found.values():
+    actual = {row["name"]: row for row in json.loads(here.out.read_text())["rows"]}
+    assert list(actual) == [row.name for row in own_rows.ROWS]
+    for row in actual.values():
         assert "failed" not in row and math.isfinite(row["loss"])
         assert all(math.isfinite(norm) and norm > 0 for norm in row["norms"])
 
@@ -268,17 +268,17 @@ LEARNED |= {"losses": [2.0, 1.0, 0.5], "grad_norms": [4.0, 3.0, 2.0]}
 def test_a_trainer_that_learns_something_else_fails_the_run(command, change, monkeypatch):
     pytest.importorskip("trl")
 
-    def found(ours: bool) -> dict:
+    def measured(ours: bool) -> dict:
         if ours and "verdict" in change:
             return dict(change)
         return LEARNED | {"strategy": "fused", "plan": "fused"} | (change if ours else {})
 
     monkeypatch.setattr(steps, "package_version", lambda name: "1.0")
-    monkeypatch.setattr(steps, "one_run", lambda model, made, *given: found(made.layers == "ours"))
+    monkeypatch.setattr(steps, "one_run", lambda model, made, *given: measured(made.layers == "ours"))
     monkeypatch.setattr(fsdp, "prepare", lambda: None)
-    monkeypatch.setattr(fsdp, "one_run", lambda job: found(job.configuration.loss))
+    monkeypatch.setattr(fsdp, "one_run", lambda job: measured(job.configuration.loss))
     monkeypatch.setattr(trainer_steps, "save_model", lambda *given: None)
-    monkeypatch.setattr(trainer_steps, "measure", lambda *given, ours: found(ours))
+    monkeypatch.setattr(trainer_steps, "measure", lambda *given, ours: measured(ours))
     only = ("--only", "SFT") if command == "trl" else ()
     result = invoke(command, "--device", "cpu", "--quick", *only)
     assert result.exit_code == 1, result.output
@@ -422,8 +422,8 @@ def test_operators_of_several_days_are_one_table():
         [document(25, ("rope", "norm")), document(25, ()), document(26, ("norm", "gate"))]
     )
     assert whole["date"] == "2026-11-25 and 2026-11-26"
-    found = [(each["operator"], each["rows"][0]["us"]) for each in whole["sections"]]
-    assert found == [("rope", 25), ("norm", 26), ("gate", 26)]
+    actual = [(each["operator"], each["rows"][0]["us"]) for each in whole["sections"]]
+    assert actual == [("rope", 25), ("norm", 26), ("gate", 26)]
 
 
 def test_parts_of_the_proof_are_shown_together():

@@ -20,7 +20,7 @@ class Undecided(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -29,7 +29,7 @@ class Undecided(TorchFunctionMode):
             lines = [
                 line for line in traceback.extract_stack()[:-1] if Path(line.filename).is_relative_to(TESTS)
             ]
-            self.found.append(f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: {func.__name__}")
+            self.calls.append(f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: {func.__name__}")
         return func(*args, **kwargs)
 
 
@@ -41,4 +41,4 @@ def test_tensors_of_a_module_name_their_device(path):
             runpy.run_path(str(path), run_name=f"{path.stem}_again")
         except pytest.skip.Exception:
             pytest.skip("the module skips itself here")
-    assert not undecided.found
+    assert not undecided.calls

@@ -22,8 +22,8 @@ def test_counts_are_those_of_the_file(tmp_path):
         command, cwd=counts.FILE.parents[2], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = counts.differences(json.loads(out.read_text()), COMMITTED)
-    assert not found, "\n".join(["if meant, write the file: `python -m benchmarks counts`", *found])
+    actual = counts.differences(json.loads(out.read_text()), COMMITTED)
+    assert not actual, "\n".join(["if meant, write the file: `python -m benchmarks counts`", *actual])
 
 
 @pytest.mark.parametrize("change", [-0.1, 0.1])
@@ -43,5 +43,5 @@ def test_another_order_of_launches_is_seen():
     launches = fresh["machines"]["simulated Hopper"]["CE"]["launches"]
     assert launches[0] == "clamp_kernel" and launches.count("read_kernel") == launches.count("mm") == 2
     launches.reverse()
-    (found,) = counts.differences(fresh, COMMITTED)
-    assert found.startswith("simulated Hopper, CE: launches ['clamp_kernel', ") and str(launches) in found
+    (actual,) = counts.differences(fresh, COMMITTED)
+    assert actual.startswith("simulated Hopper, CE: launches ['clamp_kernel', ") and str(launches) in actual

@@ -84,8 +84,8 @@ def page_tensors() -> dict[str, Tensor]:
 
 def everything() -> dict[str, list[float]]:
     with torch.device("cpu"):  # as under torchrun; the examples name other devices
-        found = {"fsdp2": in_fsdp2(), "tensor_parallel": in_tensor_parallel()}
-    return found | {"page": on_the_page()}
+        actual = {"fsdp2": in_fsdp2(), "tensor_parallel": in_tensor_parallel()}
+    return actual | {"page": on_the_page()}
 
 
 def alone(batches: list[tuple[Tensor, Tensor]]) -> list[float]:
@@ -187,8 +187,8 @@ def test_accelerate_takes_the_config(name):
     settings = {**config.fsdp_config, **config.deepspeed_config, **config.parallelism_config}
     assert settings and not settings.keys() - known.keys()
     args, *_ = launch._validate_launch_command(parser.parse_args(["--config_file", file, "script.py"]))
-    found = prepare_multi_gpu_env(args) if name != "zero3" else deepspeed_env(args)
-    assert {key: found.get(key) for key in CONFIGS[name]} == CONFIGS[name]
+    actual = prepare_multi_gpu_env(args) if name != "zero3" else deepspeed_env(args)
+    assert {key: actual.get(key) for key in CONFIGS[name]} == CONFIGS[name]
 
 
 def deepspeed_env(args) -> dict[str, str]:
@@ -249,8 +249,8 @@ def test_examples_of_trl_under_a_launcher(launcher, script):
         given = {"cwd": EXAMPLES.parent, "env": os.environ | ENVIRONMENT.get(launcher, {})}
         done = subprocess.run(command, **given, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        found = re.findall(r"([\d.]+) -> ([\d.]+); (.*)", done.stdout)
-        assert found and all(("TRL's own loss" in how) == flag.startswith("--no") for *_, how in found)
-        courses.append([float(x) for x in found[0][:2]])
+        actual = re.findall(r"([\d.]+) -> ([\d.]+); (.*)", done.stdout)
+        assert actual and all(("TRL's own loss" in how) == flag.startswith("--no") for *_, how in actual)
+        courses.append([float(x) for x in actual[0][:2]])
     # DPO's is the share of 16 pairs that are told right, of which rounding may tip one.
     assert courses[0] == pytest.approx(courses[1], rel=0.02, abs=1 / 16 if script == "dpo" else 0.0)

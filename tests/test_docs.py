@@ -139,8 +139,10 @@ def test_the_page_of_fused_layers_has_the_tests_table():
 
 
 def test_papers_are_those_of_the_docstrings():
-    found = re.findall(r"^\| \[`(\w+)`\]\[\w+\] \| (.*) \| [^|]*\|$", TEXTS["docs/choosing.md"], re.MULTILINE)
-    links = [(name, link) for name, cell in found for link in re.findall(r"\((https:[^)]+)\)", cell)]
+    actual = re.findall(
+        r"^\| \[`(\w+)`\]\[\w+\] \| (.*) \| [^|]*\|$", TEXTS["docs/choosing.md"], re.MULTILINE
+    )
+    links = [(name, link) for name, cell in actual for link in re.findall(r"\((https:[^)]+)\)", cell)]
     assert len(links) > 15
     for name, link in links:
         assert link in getattr(logitless, name).__doc__, (name, link)
@@ -187,18 +189,18 @@ def test_recipes_have_the_numbers_of_their_formulas(recipes, name, V):
     logits = 2 * torch.randn(9, V, generator=generator)
     t, ids = logits.topk(4)
     full, mask = logits.log_softmax(-1).gather(1, ids), torch.arange(9) % 4 != 1
-    truth, found = ([x.clone().requires_grad_() for x in (h, w)] for _ in range(2))
+    truth, actual = ([x.clone().requires_grad_() for x in (h, w)] for _ in range(2))
     s = (truth[0] @ truth[1].t()).log_softmax(-1)
     value = FORMULAS[name](s, s.gather(1, ids), t.double(), full.double())[mask].mean()
     teacher = full if name.startswith("verl") else t
     if name in ("forward", "reverse"):
-        ours = recipes["nemo_topk_kl"](*found, teacher, ids, mask, name)
+        ours = recipes["nemo_topk_kl"](*actual, teacher, ids, mask, name)
     else:
-        ours = recipes[name](*found, teacher, ids, mask)
+        ours = recipes[name](*actual, teacher, ids, mask)
     value.backward()
     ours.backward()
     torch.testing.assert_close(ours, value, rtol=2e-6, atol=1e-6, check_dtype=False)
-    for x, y in zip(found, truth):
+    for x, y in zip(actual, truth):
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
 
 

@@ -25,14 +25,14 @@ def is_of_floats(arguments: list[ast.expr]) -> bool:
 
 def without_dtype(source: str) -> list[str]:
     """Calls that make a tensor of the default dtype, or may make one; `arange` where it is of floats."""
-    found = []
+    actual = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
                 told = {keyword.arg for keyword in node.keywords} & {"dtype", "out", None}  # None: **options
                 if not told and (name in FACTORIES or name == "arange" and is_of_floats(node.args)):
-                    found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+                    actual.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return actual
 
 
 @pytest.mark.parametrize(

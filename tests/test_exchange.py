@@ -165,16 +165,16 @@ def test_of_a_with_statement_in_another_thread():
     """Each thread gets its own, in whatever order they end, and a thread without one what is below."""
     module = Stock()
     forward, before = on_instance(module, 2.0), dict(vars(module))
-    found, turns = {}, [threading.Event() for _ in range(3)]
+    actual, turns = {}, [threading.Event() for _ in range(3)]
 
     def run():
         turns[0].wait(10)
-        found["none"] = module(1.0).item(), state_of(module, "times")
+        actual["none"] = module(1.0).item(), state_of(module, "times")
         with exchanged(module, "times", plus, {"summand": 1.0}):
-            found["inside"] = module(1.0).item()
+            actual["inside"] = module(1.0).item()
             turns[1].set()
             turns[2].wait(10)
-            found["alone"] = module(1.0).item()
+            actual["alone"] = module(1.0).item()
             assert type(copy.deepcopy(module)) is Stock
 
     thread = threading.Thread(target=run)
@@ -186,7 +186,7 @@ def test_of_a_with_statement_in_another_thread():
     assert module(1.0).item() == 2 and instance_forward(module) is forward
     turns[2].set()
     thread.join()
-    assert found == {"none": (2, None), "inside": 3, "alone": 3}
+    assert actual == {"none": (2, None), "inside": 3, "alone": 3}
     assert vars(module) == before and type(module) is Stock
 
 

@@ -27,13 +27,13 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton
 
 
 def test_no_code_is_left_out_of_formatting():
-    found = [
+    actual = [
         f"{path.relative_to(LIBRARY.parent)}:{token.start[0]}: {token.string}"
         for path in MODULES.values()
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         if token.type == tokenize.COMMENT and token.string.removeprefix("#").strip().startswith("fmt:")
     ]
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:
@@ -41,17 +41,17 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            actual = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")
             above = parts[: len(parts) + 1 - node.level] if node.level else []
             source = ".".join(filter(None, (*above, node.module)))
             # `from package import name` imports the module `package.name` if there is one, else the package.
             inner = [f"{source}.{alias.name}" for alias in node.names]
-            found = [name if name in MODULES else source for name in inner]
+            actual = [name if name in MODULES else source for name in inner]
         else:
             continue
-        yield from (module for module in found if module in MODULES)
+        yield from (module for module in actual if module in MODULES)
 
 
 def test_imports_have_no_circle():

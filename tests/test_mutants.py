@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 
 def mutants(source: str, file: str = "it.py") -> set[tuple[str, str]]:
     """(before, after) of every variant at every place."""
-    found = (first_valid(file, source, [x]) for variants in places(file, source).values() for x in variants)
-    return {(mutant.before, " ".join(mutant.after.split())) for mutant in found if mutant is not None}
+    actual = (first_valid(file, source, [x]) for variants in places(file, source).values() for x in variants)
+    return {(mutant.before, " ".join(mutant.after.split())) for mutant in actual if mutant is not None}
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def commit(folder: Path) -> None:
 
 def outcomes(record: Path) -> dict[int, set[str]]:
     """Line -> what became of its mutants."""
-    found = {}
+    actual = {}
     for row in json.loads(record.read_text())["mutants"]:
-        found.setdefault(row["line"], set()).add(row["outcome"])
-    return found
+        actual.setdefault(row["line"], set()).add(row["outcome"])
+    return actual
 
 
 def test_a_run(project, tmp_path):

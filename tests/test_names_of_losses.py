@@ -191,8 +191,8 @@ def compare(row: list[str], formula, *, advantages: str = "sequences") -> None:
         return formula(x)
 
     ours = gradients(x, lambda *operands: loss_of(cell)(*operands, x.targets, **given).loss)
-    for found, expected in zip(ours, gradients(x, truth), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    for actual, expected in zip(ours, gradients(x, truth), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
     assert ours[1].norm() > 1e-3
 
 
@@ -248,11 +248,11 @@ def test_corrections(row):
     x.product = (torch.where(x.mask, x.old - x.sampled, 0)).sum(1, keepdim=True).exp()
     corrections = loss_of(CORRECTIONS[row][0])
     corrections = corrections if isinstance(corrections, tuple) else (corrections,)
-    found = torch.ones(B, T, dtype=torch.float64)
+    actual = torch.ones(B, T, dtype=torch.float64)
     for correction in corrections:
-        found = found * correction.weights(x.old, x.sampled, x.mask)
+        actual = actual * correction.weights(x.old, x.sampled, x.mask)
     expected = FACTORS[row](x).expand(B, T)
-    torch.testing.assert_close(found[x.mask], expected[x.mask])
+    torch.testing.assert_close(actual[x.mask], expected[x.mask])
     assert len(expected[x.mask].unique()) > 1
 
 
@@ -306,5 +306,5 @@ def test_distillation(row):
         return mean(x, formula(x))
 
     ours = gradients(x, lambda *operands: loss(*operands, x.targets, mask=x.mask, **given).loss)
-    for found, expected in zip(ours, gradients(x, truth), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    for actual, expected in zip(ours, gradients(x, truth), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)

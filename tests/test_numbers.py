@@ -8,14 +8,14 @@ from benchmarks.numbers import Claim, Derived, Result
 
 
 def test_every_number_has_a_source_that_bears_it_out():
-    found = list(numbers.numbers(CLAIMS, numbers.pages()))
+    actual = list(numbers.numbers(CLAIMS, numbers.pages()))
     faults = [
         f"{number.page}:{number.line}: {number.printed} in {number.sentence!r}: {number.fault}"
-        for number in found
+        for number in actual
         if number.fault
     ]
     assert not faults, "\n".join(["run `python -m benchmarks numbers`", *faults])
-    assert len(found) > 60 and {number.page for number in found} > {"README.md", "docs/benchmarks.md"}
+    assert len(actual) > 60 and {number.page for number in actual} > {"README.md", "docs/benchmarks.md"}
 
 
 PAGE = (
@@ -25,7 +25,7 @@ PAGE = (
 
 
 def found_in(text: str, *claims: Claim) -> list[tuple[str, str | None]]:
-    page = numbers.LEFT_OUT.sub(lambda found: " " * len(found[0]), text)
+    page = numbers.LEFT_OUT.sub(lambda actual: " " * len(actual[0]), text)
     return [(number.printed, number.fault) for number in numbers.numbers(claims, {"page": page})]
 
 

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 def wheel_of(release: str) -> Path | None:
     """The folder of a release in this environment; None if another version or none is installed."""
     name, _, version = release.partition("==")
-    for found in distributions(name=name, path=sys.path):
-        if found.version.partition("+")[0] == version:
-            return Path(str(found.locate_file("")))
+    for actual in distributions(name=name, path=sys.path):
+        if actual.version.partition("+")[0] == version:
+            return Path(str(actual.locate_file("")))
     return None
 
 

@@ -26,8 +26,10 @@ def project() -> dict:
 
 def pythons() -> list[str]:
     """Versions that the metadata name."""
-    found = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", x) for x in project()["classifiers"]]
-    return [match[1] for match in found if match]
+    actual = [
+        re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", x) for x in project()["classifiers"]
+    ]
+    return [match[1] for match in actual if match]
 
 
 @pytest.mark.parametrize("path", YAML, ids=lambda path: path.name)

@@ -32,17 +32,17 @@ def without_a_gpu(monkeypatch):
 def test_tiny_run(name):
     metric, rises, strategies = SCRIPTS[name]
     output = output_of(example(name).main, "--steps", "12")
-    found = re.search(rf"{metric} ([\d.]+) -> ([\d.]+); ({strategies}): .* projected tokens", output)
-    assert found, output[-1000:]
-    before, after = map(float, found.groups()[:2])
+    actual = re.search(rf"{metric} ([\d.]+) -> ([\d.]+); ({strategies}): .* projected tokens", output)
+    assert actual, output[-1000:]
+    before, after = map(float, actual.groups()[:2])
     assert (after > before) == rises
 
 
 def test_a_loop_without_a_trainer():
     """Old log-probabilities, a reference, a correction and an entropy bonus."""
     output = output_of(example("grpo").main, "--own-loop", "--steps", "8", "--completion-tokens", "16")
-    found = re.search(r"reward ([\d.]+) -> ([\d.]+); fused: .* projected tokens", output)
-    assert found and float(found[2]) > float(found[1]), output[-1000:]
+    actual = re.search(r"reward ([\d.]+) -> ([\d.]+); fused: .* projected tokens", output)
+    assert actual and float(actual[2]) > float(actual[1]), output[-1000:]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

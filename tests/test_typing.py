@@ -45,11 +45,11 @@ def errors_of(folder: Path, *command: str) -> dict[str, set[int]]:
     for case in CASES.glob("*.py"):
         shutil.copy(case, folder)
     done = run(folder, *command, "right.py", "wrong.py")
-    found: dict[str, set[int]] = {}
+    actual: dict[str, set[int]] = {}
     for name, line in re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -)?:? error", done.stdout):
-        found.setdefault(name, set()).add(int(line))
-    assert done.returncode == 1 and found, done.stdout + done.stderr
-    return found
+        actual.setdefault(name, set()).add(int(line))
+    assert done.returncode == 1 and actual, done.stdout + done.stderr
+    return actual
 
 
 def readme_in(folder: Path) -> str:

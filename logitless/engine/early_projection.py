@@ -11,7 +11,7 @@ same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,54 +30,58 @@ Result = TypeVar("Result")
 LIKELY, PATIENCE = 3, 4
 
 
+class Counted(NamedTuple):
+    """The rows of a call, as the host has counted them."""
+
+    rows: Rows
+    every: bool  # whether they are all rows
+    shape: tuple[int, int]  # number of tokens and of sequences
+
+
 @dataclass
 class Streak:
-    """The history of the calls of a loss.
+    """The history of the calls of a loss, which several threads may call.
 
     Attributes:
-        length: number of consecutive last calls with the same supervised rows.
+        length: number of consecutive last calls with the same supervised rows: every row, of any number of
+            tokens, or other rows of calls with one shape.
         needed: the length at which the next call is projected early.
-        rows: these rows.
-        every: whether they are all rows, of calls with any number of tokens.
-        shape: number of tokens and of sequences in the last call.
+        last: the rows of the last call.
         others: number of tokens in which the last call differs from the one before it; None: it is known to
             be 0.
     """
 
     length: int = 0
     needed: int = LIKELY
-    rows: Rows | None = None
-    every: bool = False
-    shape: tuple[int, int] = (0, 0)
+    last: Counted | None = None
     others: HostCopy | None = None
 
     def expected(self, call: HeadCall) -> Rows | None:
         """The rows of `call` that are probably supervised; None if they are unknown."""
-        if self.others is not None:
-            if self.others.tolist():
-                self.length = 1
-            self.others = None
+        others, self.others = self.others, None
+        if others is not None and others.tolist():
+            self.length = 1
+        last = self.last
         if self.length < self.needed:
             return None
-        if self.shape != _shape(call):
-            if not self.every:
+        if last.shape != _shape(call):
+            if not last.every:
                 return None
-            self.rows, self.shape = every_row(call), _shape(call)
-        return self.rows
+            self.last = last = Counted(every_row(call), True, _shape(call))
+        return last.rows
 
     def add(self, call: HeadCall, rows: Rows) -> None:
         """Add a call whose rows the host has counted."""
-        every = rows.count == call.targets.shape[0]
-        if every:
-            self.length = self.length + 1 if self.every else 1
-        elif rows.count == 0:
-            self.length = 0
-        elif not self.every and self.shape == _shape(call) and self.rows.count == rows.count:
+        last, self.last = self.last, Counted(rows, rows.count == call.targets.shape[0], _shape(call))
+        if rows.count == 0 or last is None or last.every is not self.last.every:
+            self.length = int(rows.count > 0)
+        elif last.every:
             self.length += 1
-            self.others = HostCopy((self.rows.supervised != rows.supervised).sum())
+        elif last.shape == self.last.shape and last.rows.count == rows.count:
+            self.length += 1
+            self.others = HostCopy((last.rows.supervised != rows.supervised).sum())
         else:
             self.length = 1
-        self.rows, self.every, self.shape = rows, every, _shape(call)
 
     def end(self) -> None:
         """The guess was wrong."""
@@ -89,7 +93,7 @@ def _shape(call: HeadCall) -> tuple[int, int]:
     return call.targets.shape[0], call.sequence_count
 
 
-# Streaks by the identity of the loss and the shape of its head.
+# Streaks by the identity of the loss, the shape of its head, device and stream.
 _STREAKS = Remembered()
 
 
@@ -196,7 +200,10 @@ def _streak(call: HeadCall) -> Streak | None:
         return None
     if not all(_is_no_index(x) or _is_same(x, call.targets) for x in call.inputs.values()):
         return None
-    key = loss.identity, call.weight.shape
+    # The rows of a streak are tensors of one device, which one stream has computed.
+    device = call.targets.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = loss.identity, call.weight.shape, device, stream
     if key not in _STREAKS:
         _STREAKS[key] = Streak()
     return _STREAKS[key]

@@ -63,7 +63,7 @@ def run(kind: str) -> dict:
         fitted = fit_activations(model, 10**9)
     whole(model)
     whole(model)
-    most, found = fitted.last_plan.bytes, {}
+    most, actual = fitted.last_plan.bytes, {}
     for share in SHARES:
         fitted.budget = int(share * most)
         step = whole(model)
@@ -74,12 +74,12 @@ def run(kind: str) -> dict:
         loss = model(input_ids=ids, labels=ids).loss
         held = fitted.held_bytes
         loss.backward()
-        found[share] = same, held, fitted.budget, fitted.last_plan, fitted.held_bytes
+        actual[share] = same, held, fitted.budget, fitted.last_plan, fitted.held_bytes
     fitted()
     step = whole(model)
-    found["undone"] = all(torch.equal(step.gradients[name], x) for name, x in truth.gradients.items())
-    found["most"], found["most of one process"] = most, alone.last_plan.bytes
-    return found
+    actual["undone"] = all(torch.equal(step.gradients[name], x) for name, x in truth.gradients.items())
+    actual["most"], actual["most of one process"] = most, alone.last_plan.bytes
+    return actual
 
 
 def every_kind() -> dict:
@@ -94,11 +94,11 @@ def ranks() -> list[dict]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_equal_under_two_processes(ranks, kind):
     for rank in ranks:
-        found, levels = rank[kind], set()
-        assert found["undone"]
+        actual, levels = rank[kind], set()
+        assert actual["undone"]
         # Gathered parameters are not counted.
-        assert found["most"] == found["most of one process"] or "bf16" in kind
-        for same, held, budget, plan, after in (found[share] for share in SHARES):
+        assert actual["most"] == actual["most of one process"] or "bf16" in kind
+        for same, held, budget, plan, after in (actual[share] for share in SHARES):
             assert same and after == 0 and held <= plan.bytes <= budget
             levels |= set(plan.levels)
         assert levels == {"full", "cheap", "keep"}

@@ -48,9 +48,9 @@ def made(family: str = "Llama", *, fused: bool = True, lora: float | None = None
     return model
 
 
-def equal(found: Step, wanted: Step) -> bool:
-    same = found.gradients.keys() == wanted.gradients.keys() and torch.equal(found.loss, wanted.loss)
-    return same and all(torch.equal(found.gradients[name], x) for name, x in wanted.gradients.items())
+def equal(actual: Step, expected: Step) -> bool:
+    same = actual.gradients.keys() == expected.gradients.keys() and torch.equal(actual.loss, expected.loss)
+    return same and all(torch.equal(actual.gradients[name], x) for name, x in expected.gradients.items())
 
 
 def seeded(model: nn.Module, ids: torch.Tensor, autocast: bool, between=lambda: 0) -> tuple:
@@ -61,8 +61,8 @@ def seeded(model: nn.Module, ids: torch.Tensor, autocast: bool, between=lambda: 
     noted = between()
     model.zero_grad(set_to_none=True)
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Step(loss.detach(), found), torch.get_rng_state(), noted
+    actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.detach(), actual), torch.get_rng_state(), noted
 
 
 def counted(model: nn.Module, ids: torch.Tensor):
@@ -124,11 +124,11 @@ def test_gradients_are_equal_and_bytes_within_the_budget(case):
     budgets = [least + (most - least) * part // 7 for part in range(8)]
     for budget in budgets:
         fitted.budget = budget
-        found, after, held = seeded(model, ids, autocast, held_bytes)
+        actual, after, held = seeded(model, ids, autocast, held_bytes)
         # Positions and masks are counted, and some are held by layers under "full" alone.
         shared = 8 * ids.shape[1] + 2 * 4 * ids.numel() * ids.shape[1]
         assert 0 <= fitted.last_plan.bytes - held <= shared and fitted.last_plan.bytes <= budget
-        assert equal(found, truth) and torch.equal(after, state) and fitted.held_bytes == 0
+        assert equal(actual, truth) and torch.equal(after, state) and fitted.held_bytes == 0
         levels = tuple(ranks[level] for level in fitted.last_plan.levels)
         assert held >= held_before and all(now >= was for now, was in zip(levels, levels_before))
         held_before, levels_before = held, levels
@@ -604,12 +604,12 @@ def test_adapters_that_are_added_later_are_counted_in_the_next_pass():
     before = fitted.last_plan.bytes
     get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
     model.requires_grad_(True)
-    found = []
+    actual = []
     for _ in range(3):
         step(model, ids)
-        found.append((fitted.last_plan.levels, fitted.last_plan.bytes))
-    assert found[0][0] == ("full",) * LAYERS and all(plan == found[1] for plan in found[1:])
-    assert fitted.held_bytes == 0 and before < found[1][1]
+        actual.append((fitted.last_plan.levels, fitted.last_plan.bytes))
+    assert actual[0][0] == ("full",) * LAYERS and all(plan == actual[1] for plan in actual[1:])
+    assert fitted.held_bytes == 0 and before < actual[1][1]
     # So are layers that are frozen or no longer.
     model.model.layers[0].requires_grad_(False)
     step(model, ids)
@@ -618,7 +618,7 @@ def test_adapters_that_are_added_later_are_counted_in_the_next_pass():
     frozen = fitted.last_plan.bytes
     model.model.layers[0].requires_grad_(True)
     fitted()
-    assert frozen < found[1][1] == ends(model, ids)[1]
+    assert frozen < actual[1][1] == ends(model, ids)[1]
 
 
 @pytest.mark.parametrize("level", ["keep", "cheap"])
@@ -635,10 +635,10 @@ def test_dropout_that_is_switched_on_later_is_noticed(level, monkeypatch):
         layer.self_attn.attention_dropout = 0.2
     for _ in range(3):
         step(model, ids)
-    found, _ = fitted.costs
+    actual, _ = fitted.costs
     fitted()
     expected, _ = counted(model, ids).costs
-    assert costs[0][level] < found[0][level] and found == expected
+    assert costs[0][level] < actual[0][level] and actual == expected
 
 
 def test_known_layers_refuse_parameters_that_changed_before_the_backward_pass():
@@ -666,9 +666,9 @@ def test_kept_layers_whose_bytes_are_known_run_without_hooks():
 
     stock = tensors_outside()
     fitted = fit_activations(model, PLENTY)
-    found = [tensors_outside() for _ in range(activations.CHECK_EVERY + 1)]
-    assert found[1:-1] == [stock - LAYERS] * (activations.CHECK_EVERY - 1)
-    assert found[0] < found[-1] < found[1]
+    actual = [tensors_outside() for _ in range(activations.CHECK_EVERY + 1)]
+    assert actual[1:-1] == [stock - LAYERS] * (activations.CHECK_EVERY - 1)
+    assert actual[0] < actual[-1] < actual[1]
     # Hooks of a layer that saves nothing, or fails before it has, do not stay either.
     norm = model.model.layers[1].input_layernorm
     norm.forward = lambda *_: 1 / 0

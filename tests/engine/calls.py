@@ -20,5 +20,5 @@ def given(loss, hidden: Tensor, weight, targets: Tensor, bias: Tensor | None = N
 
 
 def call(*args, **options) -> HeadCall:
-    (found,) = unpack(*pack([given(*args, **options)]))
-    return found
+    (actual,) = unpack(*pack([given(*args, **options)]))
+    return actual

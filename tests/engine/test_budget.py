@@ -64,21 +64,21 @@ def row_bytes(loss, vocab: int = V, dtype=torch.float32, trainable: bool = True,
 
 
 def test_a_row_takes_what_its_temporaries_take():
-    found = row_bytes(Squares())
+    actual = row_bytes(Squares())
     # At least the gradient; at most a handful of arrays of the logits' size, in fp32.
-    assert 4 * V <= found <= 6 * 4 * V + 64
-    assert abs(row_bytes(Squares(), 4 * V) - 4 * found) <= 256
-    assert row_bytes(Squares(), trainable=False) < found or DEVICE.type == "cuda"
+    assert 4 * V <= actual <= 6 * 4 * V + 64
+    assert abs(row_bytes(Squares(), 4 * V) - 4 * actual) <= 256
+    assert row_bytes(Squares(), trainable=False) < actual or DEVICE.type == "cuda"
     if DEVICE.type == "cpu":
-        assert row_bytes(Squares(), dtype=torch.float64) > 1.5 * found
+        assert row_bytes(Squares(), dtype=torch.float64) > 1.5 * actual
 
 
 @pytest.mark.parametrize("columns", [1, 3000])
 def test_shared_tensors_are_not_a_rows_memory(columns):
     """They are there once, however many rows a chunk has: a row reads its own part of them."""
     shared = {"table": numbers(V, columns), "weights": numbers(5)}
-    found = row_bytes(Tabled(), **shared)
-    assert 4 * V <= found <= 8 * 4 * V + 4 * 4 * columns
+    actual = row_bytes(Tabled(), **shared)
+    assert 4 * V <= actual <= 8 * 4 * V + 4 * 4 * columns
 
 
 def test_the_measuring_leaves_nothing_behind():
@@ -92,8 +92,8 @@ def test_the_measuring_leaves_nothing_behind():
 
 
 def warned(caught: list) -> warnings.WarningMessage:
-    (found,) = [warning for warning in caught if issubclass(warning.category, BudgetWarning)]
-    return found
+    (actual,) = [warning for warning in caught if issubclass(warning.category, BudgetWarning)]
+    return actual
 
 
 def line() -> int:
@@ -127,9 +127,9 @@ def operands(*shape: int, vocab: int = V) -> tuple[torch.Tensor, torch.Tensor, t
 @pytest.fixture
 def caught():
     _WARNED.clear()
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
-        yield found
+        yield actual
 
 
 @warning_losses
@@ -141,8 +141,8 @@ def test_a_warning_points_at_the_callers_line(loss, shape, in_module, caught):
         out, here = Model(loss)(*given)
     else:
         out, here = loss(*given), line()
-    found = warned(caught)
-    assert (found.filename, found.lineno) == (__file__, here)
+    actual = warned(caught)
+    assert (actual.filename, actual.lineno) == (__file__, here)
     out.loss.sum().backward()
     warned(caught)  # no second one in the backward pass
 

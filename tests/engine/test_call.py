@@ -67,23 +67,23 @@ def test_flattened_to_one_row_per_token(shape, trailing, shift):
     """With shift position i predicts targets[i + 1]: token inputs move, and what is of the position stays."""
     hidden, weight, targets = head(*shape)
     given_inputs = inputs(*shape, trailing=trailing)
-    found = given(EveryRole(), hidden, weight, targets, shift=shift, **given_inputs)
+    actual = given(EveryRole(), hidden, weight, targets, shift=shift, **given_inputs)
     N, T = targets.numel(), shape[-1]
-    assert torch.equal(found.hidden, hidden.view(N, H))
-    assert found.targets.dtype == torch.int64 and found.sequence_count == 0
+    assert torch.equal(actual.hidden, hidden.view(N, H))
+    assert actual.targets.dtype == torch.int64 and actual.sequence_count == 0
     rows = [[*row[1:], -100] if shift else row for row in targets.reshape(-1, T).tolist()]
-    assert found.targets.tolist() == [label for row in rows for label in row]
+    assert actual.targets.tolist() == [label for row in rows for label in row]
     weights = given_inputs["weights"].reshape(-1, T, *trailing)
-    moved = found.inputs["weights"]
+    moved = actual.inputs["weights"]
     assert moved.shape == (N, *trailing)
     assert torch.equal(moved.view_as(weights)[:, : T - shift], weights[:, int(shift) :])
     for name in ("best", "teacher_hidden"):
         x = given_inputs[name]
-        assert torch.equal(found.inputs[name], x.reshape(N, x.shape[-1])), name
+        assert torch.equal(actual.inputs[name], x.reshape(N, x.shape[-1])), name
     for name in ("table", "whole", "teacher_weight"):
-        assert torch.equal(found.inputs[name], given_inputs[name]), name
-    assert found.inputs["teacher_bias"] is None
-    assert list(found.inputs) == list(EveryRole.roles)
+        assert torch.equal(actual.inputs[name], given_inputs[name]), name
+    assert actual.inputs["teacher_bias"] is None
+    assert list(actual.inputs) == list(EveryRole.roles)
 
 
 BOUNDS = {"two": [0, 4, 7], "empty ones": [0, 0, 3, 3, 7, 7], "single tokens": list(range(8)), "one": [0, 7]}
@@ -96,15 +96,15 @@ def test_shift_stays_in_packed_sequences(bounds):
     hidden, weight, targets = head(N)
     given_inputs = inputs(N, trailing=(2,))
     boundaries = torch.tensor(bounds)
-    found = given(EveryRole(), hidden, weight, targets, shift=True, cu_seqlens=boundaries, **given_inputs)
+    actual = given(EveryRole(), hidden, weight, targets, shift=True, cu_seqlens=boundaries, **given_inputs)
     ends = [bound - 1 for bound in bounds[1:]]
     expected = [-100 if i in ends else targets.tolist()[i + 1] for i in range(N)]
-    assert found.targets.tolist() == expected
+    assert actual.targets.tolist() == expected
     for i in range(N):
         if i not in ends:
-            assert torch.equal(found.inputs["weights"][i], given_inputs["weights"][i + 1])
-    assert torch.equal(found.inputs["best"], given_inputs["best"])
-    assert torch.equal(found.inputs["teacher_hidden"], given_inputs["teacher_hidden"])
+            assert torch.equal(actual.inputs["weights"][i], given_inputs["weights"][i + 1])
+    assert torch.equal(actual.inputs["best"], given_inputs["best"])
+    assert torch.equal(actual.inputs["teacher_hidden"], given_inputs["teacher_hidden"])
 
 
 # -- sequences and normalizers
@@ -150,8 +150,8 @@ def test_inputs_that_do_not_fit_their_role(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_num_items_is_a_tensor_of_the_statistics_dtype(dtype):
     hidden, weight, targets = head(2, 3, dtype=dtype)
-    found = given(CrossEntropyLoss(), hidden, weight, targets, num_items=7)
-    assert found.num_items.dtype == torch.promote_types(dtype, torch.float32) and found.num_items == 7
+    actual = given(CrossEntropyLoss(), hidden, weight, targets, num_items=7)
+    assert actual.num_items.dtype == torch.promote_types(dtype, torch.float32) and actual.num_items == 7
     assert given(CrossEntropyLoss(), hidden, weight, targets).num_items is None
     with pytest.raises(ValueError, match=r"^num_items: expected a number or a 0-d tensor, got \(1,\); "):
         given(CrossEntropyLoss(), hidden, weight, targets, num_items=torch.ones(1))

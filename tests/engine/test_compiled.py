@@ -94,11 +94,11 @@ def test_a_failure_of_the_compiler(make, compiler):
     loss, (hidden, weight, targets) = Squares(), head()
     compiler.error = make()
     with pytest.warns(UserWarning, match="^Squares runs uncompiled") as caught:
-        found = loss(hidden, weight, targets).loss
+        actual = loss(hidden, weight, targets).loss
     told = [one.filename for one in caught if "uncompiled" in str(one.message)]
     # On a GPU also by the run that measures the memory of `terms`.
     assert told == [__file__] or (hidden.is_cuda and set(told) == {__file__})
-    torch.testing.assert_close(found, truth(hidden, weight))
+    torch.testing.assert_close(actual, truth(hidden, weight))
     tries = len(compiler.calls)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

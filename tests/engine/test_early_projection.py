@@ -64,9 +64,9 @@ class Operands:
         self.teacher = torch.randn(N, H, generator=made), torch.randn(V, H, generator=made)
 
     def gradients(self):
-        found = [x.grad for x in (self.hidden, self.weight)]
+        actual = [x.grad for x in (self.hidden, self.weight)]
         self.hidden.grad = self.weight.grad = None
-        return [x for x in found if x is not None]
+        return [x for x in actual if x is not None]
 
 
 # Several chunks, also on a GPU, whose kernels need no temporaries beside the logits.
@@ -101,8 +101,8 @@ def of_logits(x, targets):
 
 def of_several_ids(x, targets):
     ids = torch.where(targets[:, None] < 0, -100, x.ids)
-    found = linear_logprobs(x.hidden, x.weight, ids, logits_budget=4 * BUDGET).logps
-    return torch.where(found > -torch.inf, found, 0.0)
+    actual = linear_logprobs(x.hidden, x.weight, ids, logits_budget=4 * BUDGET).logps
+    return torch.where(actual > -torch.inf, actual, 0.0)
 
 
 def of_pairs(x, targets):
@@ -157,9 +157,9 @@ def test_a_right_guess_changes_no_number_and_costs_no_product(run, ignores, begu
     assert not begun
     for time in (1, 2):
         rows.clear()
-        found = results(run, x, targets)
+        actual = results(run, x, targets)
         assert len(begun) == time and rows == walked
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("run", CALLS)
@@ -170,9 +170,9 @@ def test_no_number_depends_on_a_wrong_guess(run, begun):
     for _ in range(LIKELY):
         results(run, x, x.targets)
     for _ in range(2):  # and the second time nobody guesses
-        found = results(run, x, some)
+        actual = results(run, x, some)
         assert len(begun) == 1
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_wrong_guess_makes_the_next_one_later(begun):
@@ -196,15 +196,15 @@ def test_other_rows_of_the_same_number(begun):
     early_projection._STREAKS.clear()
     for _ in range(3 * LIKELY):  # never the same rows twice in a row
         for targets, numbers in zip((first, second), expected, strict=True):
-            found = results(of_targets, x, targets)
-            assert all(torch.equal(a, b) for a, b in zip(found, numbers, strict=True))
+            actual = results(of_targets, x, targets)
+            assert all(torch.equal(a, b) for a, b in zip(actual, numbers, strict=True))
     assert not begun
     for _ in range(LIKELY + 1):
         results(of_targets, x, first)
     assert len(begun) == 1
-    found = results(of_targets, x, second)
+    actual = results(of_targets, x, second)
     assert len(begun) == 2
-    assert all(torch.equal(a, b) for a, b in zip(found, expected[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected[1], strict=True))
 
 
 @pytest.mark.parametrize("wrong", [V, -1])
@@ -242,9 +242,9 @@ def test_what_is_thrown_away_is_freed_before_anything_takes_its_place(run, monke
 
         def spy(self, plan, new_buffer=new_buffer, **options):
             alive.append(sum(x() is not None for x in buffers))
-            found = new_buffer(self, plan, **options)
-            buffers.append(weakref.ref(found[0]))
-            return found
+            actual = new_buffer(self, plan, **options)
+            buffers.append(weakref.ref(actual[0]))
+            return actual
 
         monkeypatch.setattr(owner, "new_buffer", spy)
     x = Operands()

@@ -204,12 +204,12 @@ def test_cross_entropy_of_given_logits(graphs, monkeypatch):
             logits = torch.randn(rows, V, device=DEVICE, requires_grad=True)
             targets = torch.randint(V, (rows,), device=DEVICE)
             targets[0] = -100
-            found = []
+            actual = []
             for compiles_on in (("cpu", "cuda"), ()):
                 monkeypatch.setattr(compiled, "COMPILES_ON", compiles_on)
                 loss = logitless.cross_entropy(logits, targets, **given)
-                found.append((loss.detach(), *torch.autograd.grad(loss, logits)))
-            torch.testing.assert_close(*found)
+                actual.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+            torch.testing.assert_close(*actual)
     # A sum is evaluated as with num_items, whose factor is a number or a tensor.
     assert len(graphs) == len(options) - 1 and None not in graphs.values()
 
@@ -332,8 +332,8 @@ def test_numbers_of_numpy_have_graphs_of_their_own(graphs):
     tensors = operands(5)
     for number in range(5):
         z_loss = np.linspace(0.1, 3, 5)[number]  # freed after the step
-        found = results(CrossEntropyLoss(z_loss=z_loss), *tensors)
-        torch.testing.assert_close(found, uncompiled(CrossEntropyLoss(z_loss=float(z_loss)), *tensors))
+        actual = results(CrossEntropyLoss(z_loss=z_loss), *tensors)
+        torch.testing.assert_close(actual, uncompiled(CrossEntropyLoss(z_loss=float(z_loss)), *tensors))
     assert len(graphs) == 5 and None not in graphs.values()
     # By value: the address of a number is another number's once it is freed.
     first, second = (CrossEntropyLoss(z_loss=np.float64("0.25")) for _ in range(2))
@@ -431,9 +431,9 @@ def test_terms_that_cannot_be_traced_run_uncompiled(graphs, monkeypatch, caplog,
 def test_a_graph_with_other_results_is_not_used(graphs, monkeypatch, wrong):
     def miscompiled(graph, fakes):
         def run(*tensors):
-            found = list(graph(*tensors))
-            found[wrong] = found[wrong] * (1 + 1e-4)
-            return found
+            actual = list(graph(*tensors))
+            actual[wrong] = actual[wrong] * (1 + 1e-4)
+            return actual
 
         return run
 
@@ -471,8 +471,8 @@ def test_values_that_are_not_finite(graphs, value):
     with torch.no_grad():
         hidden[1, 0] = value
     for loss in (CrossEntropyLoss(), CrossEntropyLoss(label_smoothing=0.1)):
-        found, expected = (f(loss, hidden, weight, targets) for f in (results, uncompiled))
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        actual, expected = (f(loss, hidden, weight, targets) for f in (results, uncompiled))
+        torch.testing.assert_close(actual, expected, equal_nan=True)
     assert len(graphs) == 2 and None not in graphs.values()
 
 
@@ -486,18 +486,18 @@ def test_threads_make_one_graph(graphs, monkeypatch):
 
     monkeypatch.setattr(compiled, "compile_graph", slowly)
     expected = uncompiled(CrossEntropyLoss(), *operands(5))
-    found = []
+    actual = []
     threads = [
-        threading.Thread(target=lambda: found.append(results(CrossEntropyLoss(), *operands(5))))
+        threading.Thread(target=lambda: actual.append(results(CrossEntropyLoss(), *operands(5))))
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1 and len(found) == 4, made
+    assert len(made) == 1 and len(actual) == 4, made
     assert None not in graphs.values()
-    for each in found:
+    for each in actual:
         torch.testing.assert_close(each, expected)
 
 
@@ -561,9 +561,9 @@ def test_a_compiled_graph(graphs, monkeypatch):
         tensors = operands(sequences, length)
         tensors[2][1::2, : length // 2] = -100
         given = {"ref_logps": torch.randn(sequences, device=DEVICE)}
-        found = results(loss, *tensors, **given)
-        torch.testing.assert_close(found, results(loss, *tensors, **given), rtol=0, atol=0)
-        torch.testing.assert_close(found, uncompiled(loss, *tensors, **given))
+        actual = results(loss, *tensors, **given)
+        torch.testing.assert_close(actual, results(loss, *tensors, **given), rtol=0, atol=0)
+        torch.testing.assert_close(actual, uncompiled(loss, *tensors, **given))
     (graph,) = compiled._GRAPHS.values()
     assert graph is not None
 
@@ -577,13 +577,13 @@ LOSSES = [x for x in vars(logitless.losses).values() if inspect.isclass(x) and i
 def reached(cls: type) -> dict[str, FunctionType]:
     """The functions of the library that `cls.terms` may call, by their names."""
     owners = (cls, Batch, TokenStats, Segments)
-    found: dict[str, FunctionType] = {}
+    actual: dict[str, FunctionType] = {}
     waiting = [cls.terms]
     while waiting:
         function = waiting.pop()
-        if not function.__module__.startswith("logitless.") or function.__qualname__ in found:
+        if not function.__module__.startswith("logitless.") or function.__qualname__ in actual:
             continue
-        found[function.__qualname__] = function
+        actual[function.__qualname__] = function
         for code in codes(function.__code__):
             for name in code.co_names:
                 attributes = [inspect.getattr_static(owner, name, None) for owner in owners]
@@ -591,7 +591,7 @@ def reached(cls: type) -> dict[str, FunctionType]:
                     x = getattr(x, "fget", None) or getattr(x, "function", x)  # a property
                     several = x.values() if isinstance(x, dict) and name.isupper() else [x]
                     waiting += [y for y in several if isinstance(y, FunctionType)]
-    return found
+    return actual
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:

@@ -98,10 +98,10 @@ def test_a_logits_loss_that_differs_in_one_float(compiled):
     arguments, graph = head(6), compile_call()
     for loss in (Powers(power=2.0), Powers(power=3.0), Powers(power=2.0)):
         with EngineCalls(uncompiled=True) if compiled else nullcontext():
-            found = graph(loss, *arguments) if compiled else loss(*arguments).loss
-            (grad,) = torch.autograd.grad(found, arguments[:1])
+            actual = graph(loss, *arguments) if compiled else loss(*arguments).loss
+            (grad,) = torch.autograd.grad(actual, arguments[:1])
         truth = powers(*arguments, loss)
-        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, truth, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad, *torch.autograd.grad(truth, arguments[:1]), rtol=1e-4, atol=1e-4)
 
 
@@ -163,8 +163,8 @@ def test_a_tensor_that_is_declared_changes_without_a_new_graph():
     compiled = torch.compile(lambda *x, table: loss(*x, table=table).loss, backend=counter, fullgraph=True)
     for seed in range(3):
         table = torch.rand(V, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE)
-        found = compiled(hidden, weight, targets, table=table)
-        torch.testing.assert_close(found, loss(hidden, weight, targets, table=table).loss)
+        actual = compiled(hidden, weight, targets, table=table)
+        torch.testing.assert_close(actual, loss(hidden, weight, targets, table=table).loss)
     assert counter.frame_count == 1
 
 
@@ -229,8 +229,8 @@ def test_four_threads_compile_and_call_at_once():
             return [compiled(*arguments).item() for _ in range(3)]
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, losses))
-    for loss, values in zip(losses, found, strict=True):
+        actual = list(pool.map(work, losses))
+    for loss, values in zip(losses, actual, strict=True):
         assert values == pytest.approx([focal(*arguments, loss).item()] * 3, rel=1e-5)
 
 

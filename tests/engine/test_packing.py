@@ -66,15 +66,15 @@ CALLS = {
 }
 
 
-def assert_same(found: object, expected: object, name: str) -> None:
+def assert_same(actual: object, expected: object, name: str) -> None:
     if isinstance(expected, torch.Tensor):
-        assert found is expected, name
+        assert actual is expected, name
     elif isinstance(expected, dict):
-        assert list(found) == list(expected), name
+        assert list(actual) == list(expected), name
         for key in expected:
-            assert_same(found[key], expected[key], f"{name}.{key}")
+            assert_same(actual[key], expected[key], f"{name}.{key}")
     else:
-        assert found == expected, name
+        assert actual == expected, name
 
 
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)

@@ -89,10 +89,10 @@ def test_a_thousand_losses(kind, monkeypatch):
 
 def test_the_oldest_is_forgotten(monkeypatch):
     monkeypatch.setattr(remembered, "MOST", 3)
-    found = remembered.Remembered()
+    actual = remembered.Remembered()
     for i in (1, 2, 3, 2, 4):
-        found[i] = -i
-    assert found == {2: -2, 3: -3, 4: -4}
+        actual[i] = -i
+    assert actual == {2: -2, 3: -3, 4: -4}
 
 
 def test_a_class_is_not_kept():

@@ -177,9 +177,9 @@ def test_a_fault_that_marks_tokens(grouping, form):
         with pytest.raises(ValueError, match=r"^weights: expected ids below 7, got 2 others; mask them\.$"):
             select(case, grouping, form, True, faults)
     rows = select(case, grouping, form, True, (right, plain))
-    wanted = select(case, grouping, form, True)
-    assert rows.count == wanted.count == 6 and rows.group_sizes == wanted.group_sizes
-    assert (rows.tokens, rows.chosen_tokens) == (wanted.tokens, wanted.chosen_tokens)
+    expected = select(case, grouping, form, True)
+    assert rows.count == expected.count == 6 and rows.group_sizes == expected.group_sizes
+    assert (rows.tokens, rows.chosen_tokens) == (expected.tokens, expected.chosen_tokens)
 
 
 @pytest.mark.skipif(

@@ -85,8 +85,8 @@ def test_sums_in_fp32_are_exact(lengths, strided):
     ours = segments.sum(x)
     assert ours.dtype == torch.float32
     allowed = torch.finfo(torch.float32).eps * (0.5 if DEVICE.type == "cpu" else 8)
-    for found, truth in zip(ours.tolist(), expected, strict=True):
-        assert abs(found - truth) <= allowed * abs(truth) * (1 + 1e-6)
+    for actual, truth in zip(ours.tolist(), expected, strict=True):
+        assert abs(actual - truth) <= allowed * abs(truth) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan], ids=str)
@@ -97,10 +97,10 @@ def test_what_is_not_finite_stays_in_its_sequence(value, roles):
     clean = segments.sum(x)
     x[4] = value  # the second sequence in row order
     hit = numbers_in_row_order(lengths, roles)[1]
-    found = segments.sum(x)
-    assert not found[hit].isfinite()
+    actual = segments.sum(x)
+    assert not actual[hit].isfinite()
     others = [i for i in range(4) if i != hit]
-    assert found[others].tolist() == clean[others].tolist()
+    assert actual[others].tolist() == clean[others].tolist()
     # Backwards alike: an upstream gradient that is not finite reaches the tokens of its sequence alone.
     y = torch.ones(4, requires_grad=True)
     spread = segments.spread(y)

@@ -468,11 +468,11 @@ def test_right_terms_pass_under_compile_and_no_state_is_touched(compiling):
         hidden, weight, targets = head(6)
         before = set(module._CHECKED)
         with EngineCalls(uncompiled=True):
-            found = compiled(hidden, weight, targets)
+            actual = compiled(hidden, weight, targets)
         if made is own_loss:
             assert {known for known in set(module._CHECKED) - before if known[1] == made.identity} == set()
         with torch.compiler.set_stance("force_eager"):
-            torch.testing.assert_close(found, made(hidden * 2, weight, targets).loss)
+            torch.testing.assert_close(actual, made(hidden * 2, weight, targets).loss)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -507,10 +507,10 @@ def test_means():
     factors = Factors(None, {None: 1.0, "tokens": 0.2, "pairs": torch.tensor(1 / 3)})
     loss = SimpleNamespace(metric_names=tuple(slices[0]), sequences=WHOLE_SEQUENCES)
     reports = [report(loss, ({"loss": Term(values)}, metrics), factors) for metrics in slices]
-    found = dict(zip(loss.metric_names, settled(loss, reports, torch.float32)[1:].tolist(), strict=True))
+    actual = dict(zip(loss.metric_names, settled(loss, reports, torch.float32)[1:].tolist(), strict=True))
     expected = {"token": 2.6, "other token": 7.8, "pair": 4 / 3, "sum": 13.0, "whole": 13.0}
     expected |= {"hit": 0.8, "masked": 3.0, "nowhere": 0.0}
-    assert found == pytest.approx(expected)
+    assert actual == pytest.approx(expected)
 
 
 def test_terms_of_several_units_are_not_unreduced():

@@ -87,9 +87,9 @@ def version_in(folder: Path | None, name: str) -> str:
     """The version of a framework that was installed; the pinned one if nothing was."""
     package = FRAMEWORKS[name].package
     if folder is not None:
-        for found in distributions(path=[str(folder)]):
-            if re.sub(r"[-_.]+", "-", found.name).lower() == package:
-                return found.version
+        for actual in distributions(path=[str(folder)]):
+            if re.sub(r"[-_.]+", "-", actual.name).lower() == package:
+                return actual.version
     return FRAMEWORKS[name].tested
 
 
@@ -101,9 +101,9 @@ def reason_of(output: str) -> str:
         r"^(?:FAILED|ERROR) (\S+)",
     )
     for kind in kinds:
-        found = re.findall(kind, output, re.MULTILINE)
-        if found:
-            return "; ".join(sorted(set(found)))
+        actual = re.findall(kind, output, re.MULTILINE)
+        if actual:
+            return "; ".join(sorted(set(actual)))
     return output.strip().splitlines()[-1]
 
 

@@ -30,9 +30,9 @@ REQUIRED = "LOGITLESS_TEST_FRAMEWORKS"
 
 def require(package: str) -> Path:
     """The folder of a framework's package; skips the test or the module if it is not installed."""
-    found = PathFinder.find_spec(package)
-    if found is not None:
-        return Path(list(found.submodule_search_locations)[0])
+    actual = PathFinder.find_spec(package)
+    if actual is not None:
+        return Path(list(actual.submodule_search_locations)[0])
     if REQUIRED in os.environ:
         raise ModuleNotFoundError(f"{package}: expected its wheel in `make test-frameworks`, got none.")
     pytest.skip(f"{package} is not installed; `make test-frameworks` tests it", allow_module_level=True)
@@ -51,12 +51,12 @@ def at(place: str) -> Any:
     """What a framework has at "module:name" or "module:Class.name"."""
     module, path = place.split(":")
     try:
-        found = import_module(module)
+        actual = import_module(module)
         for name in path.split("."):
-            found = getattr(found, name)
+            actual = getattr(actual, name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise AssertionError(f"{place} moved: {error}") from error
-    return found
+    return actual
 
 
 @contextmanager
@@ -90,8 +90,8 @@ def sum_gradients(model: nn.Module) -> None:
 
 def check_parameters(place: str, parameters: str) -> None:
     """Compare the names of a function's parameters; a failure names the function that moved."""
-    found = " ".join(inspect.signature(at(place)).parameters)
-    assert found == parameters, f"{place} moved: expected ({parameters}), got ({found})"
+    actual = " ".join(inspect.signature(at(place)).parameters)
+    assert actual == parameters, f"{place} moved: expected ({parameters}), got ({actual})"
 
 
 def check_text(file: Path, text: str) -> None:

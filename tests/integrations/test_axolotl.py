@@ -90,10 +90,14 @@ def test_axolotls_own_validation(manager):
     needed += "datasets: [{path: tiny, type: alpaca}]\n"
     cfg = DictDefault(yaml.safe_load(needed + text))
     prepare_plugins(cfg)
-    found = validate_config(cfg)
-    assert (found.logitless, found.logitless_budget, found.logitless_fused_layers) == (True, 2684354560, True)
+    actual = validate_config(cfg)
+    assert (actual.logitless, actual.logitless_budget, actual.logitless_fused_layers) == (
+        True,
+        2684354560,
+        True,
+    )
     model = tiny_model()
-    manager.post_model_load(found, model)
+    manager.post_model_load(actual, model)
     assert model(**INPUTS).logits is None
     with pytest.raises(ValidationError, match="use_dft: expected unset if logitless is enabled"):
         validate_config(DictDefault(yaml.safe_load(needed + text + "use_dft: true\n")))

@@ -65,10 +65,10 @@ def truth(scale: float = 1.0) -> dict[str, Tensor]:
     return {"losses": losses.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
-def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
+def check(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        assert_close(found[name], x, tolerance, name=name)
+        assert_close(actual[name], x, tolerance, name=name)
 
 
 def processed(hidden: Tensor, layer: nn.Module, labels: Tensor | None, **more: Any) -> Tensor:
@@ -85,8 +85,8 @@ def test_losses_and_gradients(tied, use_mup):
     losses = processed(hidden, layer, labels, output_weight=shared, config=config(use_mup=use_mup))
     assert losses.shape == (B, S) and (losses[labels == -100] == 0).all()
     (losses * upstream).sum().backward()
-    found = {"losses": losses, "hidden": hidden.grad, "weight": (shared if tied else layer.weight).grad}
-    check(found, truth(3.0 if use_mup else 1.0))
+    actual = {"losses": losses, "hidden": hidden.grad, "weight": (shared if tied else layer.weight).grad}
+    check(actual, truth(3.0 if use_mup else 1.0))
 
 
 def test_bf16():
@@ -245,12 +245,12 @@ def on_a_rank(sequence_parallel: bool) -> dict[str, Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks(sequence_parallel):
-    for rank, found in enumerate(in_processes(2, on_a_rank, sequence_parallel)):
+    for rank, actual in enumerate(in_processes(2, on_a_rank, sequence_parallel)):
         expected = truth()
         expected["weight"] = expected["weight"].chunk(2)[rank]
         if sequence_parallel:
             expected["hidden"] = expected["hidden"].chunk(2)[rank]
-        check(found, expected)
+        check(actual, expected)
 
 
 # From here on: Megatron itself.
@@ -325,8 +325,8 @@ def run_gpt_model(sequence_parallel: bool, tied: bool, hook) -> dict[str, Tensor
     given = {} if hook is None else {"output_processor": hook}
     losses = model(ids, torch.arange(S).expand(B, S), mask, labels=labels, **given)
     (losses * torch.randn(B, S, generator=make)).sum().backward()
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {"losses": losses.detach()} | found
+    actual = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"losses": losses.detach()} | actual
 
 
 @pytest.mark.ranks

@@ -145,13 +145,13 @@ def test_refused_trainers(tmp_path):
 def method(file: Path, cls: str, name: str, names: dict):
     """A method of a class in a file, without the imports of its module."""
     (owner,) = [node for node in ast.parse(file.read_text()).body if getattr(node, "name", None) == cls]
-    found = [node for node in owner.body if getattr(node, "name", None) == name]
-    assert found, f"swift:{cls}.{name} moved: expected it in {file.name}"
-    for node in found:
+    actual = [node for node in owner.body if getattr(node, "name", None) == name]
+    assert actual, f"swift:{cls}.{name} moved: expected it in {file.name}"
+    for node in actual:
         node.returns = None
         for argument in node.args.args:
             argument.annotation = None
-    exec(compile(ast.Module(found, []), str(file), "exec"), names)
+    exec(compile(ast.Module(actual, []), str(file), "exec"), names)
     return names[name]
 
 
@@ -179,7 +179,7 @@ def test_its_compute_loss(size, kept):
     compute_loss = method(folder / "trainers/seq2seq_trainer.py", "Seq2SeqTrainer", "compute_loss", names)
     keep = method(folder / "trainers/mixin.py", "SwiftMixin", "prepare_logits_to_keep", names)
     of_template = method(folder / "template/base.py", "Template", "compute_sft_loss", names)
-    found = []
+    actual = []
     for patched in (False, True):
         model = tiny_qwen3(V)
         model.model_info = SimpleNamespace(is_moe_model=False)
@@ -202,9 +202,9 @@ def test_its_compute_loss(size, kept):
         loss.backward()
         assert bool(accuracy) is not patched  # it has no logits
         assert ("logits_to_keep" in batch) is kept
-        found.append((loss.item(), model.lm_head.weight.grad, model.model.embed_tokens.weight.grad))
+        actual.append((loss.item(), model.lm_head.weight.grad, model.model.embed_tokens.weight.grad))
         if undo is not None:
             undo()
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    for ours, stock in zip(found[1][1:], found[0][1:]):
+    assert actual[0][0] == pytest.approx(actual[1][0], rel=1e-6)
+    for ours, stock in zip(actual[1][1:], actual[0][1:]):
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-7)

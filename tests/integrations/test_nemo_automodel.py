@@ -42,11 +42,13 @@ def compare(dtype: torch.dtype, ours: LogitlessCrossEntropy, stock: ChunkedCross
         loss = loss_fn(hidden, labels, weight, **call)
         loss.backward(torch.linspace(0.5, 2, loss.numel()).view(loss.shape).to(loss))
         runs.append((loss.detach(), hidden.grad, weight.grad))
-    for name, found, plain, truth in zip(("loss", "d_hidden", "d_weight"), *runs, strict=True):
+    for name, actual, plain, truth in zip(("loss", "d_hidden", "d_weight"), *runs, strict=True):
         truth = truth.double()  # the stock class keeps its loss in fp32
         error = (plain.double() - truth).norm() / truth.norm().clamp_min(1e-30)
         least = 1e-6 if dtype == torch.float32 else 4e-3
-        assert_close(found, truth, max(least, error.item()), name=name, allow_zero="num_label_tokens" in call)
+        assert_close(
+            actual, truth, max(least, error.item()), name=name, allow_zero="num_label_tokens" in call
+        )
 
 
 CALLS = {

@@ -38,11 +38,11 @@ NEEDED = (
 def stock() -> Callable:
     """NeMo-RL's function, without the imports of its module."""
     tree = ast.parse(TEXT.read_text())
-    found = [node for node in tree.body if getattr(node, "name", None) in NEEDED]
+    actual = [node for node in tree.body if getattr(node, "name", None) in NEEDED]
     names = {"torch": torch, "Any": Any, "Optional": Optional}
-    exec(compile(ast.Module(found, []), str(TEXT), "exec"), names)
+    exec(compile(ast.Module(actual, []), str(TEXT), "exec"), names)
     moved = f"{module.LOGPROBS_FUNCTION} moved: expected {NEEDED}"
-    assert {node.name for node in found} == set(NEEDED), moved
+    assert {node.name for node in actual} == set(NEEDED), moved
     return names[NAME]
 
 
@@ -85,12 +85,12 @@ def test_two_ranks(dtype):
     ours = in_processes(2, on_a_rank, dtype, True)
     theirs = in_processes(2, on_a_rank, dtype, False)
     tolerance = 1e-6 if dtype == torch.float32 else 8e-3
-    for rank, found in enumerate(ours):
+    for rank, actual in enumerate(ours):
         expected = truth()
         expected["hidden"] = expected["hidden"].chunk(2)[rank]
         expected["weight"] = expected["weight"].chunk(2)[rank]
         for name, x in expected.items():
-            assert_close(found[name], x, tolerance, name=f"{name} on rank {rank}")
+            assert_close(actual[name], x, tolerance, name=f"{name} on rank {rank}")
             assert_close(theirs[rank][name], x, tolerance, name=f"NeMo-RL's {name} on rank {rank}")
 
 
@@ -140,11 +140,11 @@ def test_refused(change, message):
 
 
 def test_parameters_of_the_replaced_function():
-    found, ours = (
+    actual, ours = (
         list(inspect.signature(function).parameters)
         for function in (stock(), module.from_parallel_hidden_states_to_logprobs)
     )
-    assert found == ours[:-1], f"{module.LOGPROBS_FUNCTION} moved: expected {ours[:-1]}, got {found}"
+    assert actual == ours[:-1], f"{module.LOGPROBS_FUNCTION} moved: expected {ours[:-1]}, got {actual}"
 
 
 def test_patched_and_undone(monkeypatch, caplog):

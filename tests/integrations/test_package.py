@@ -28,25 +28,25 @@ OWN = {
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_a_module_imports_its_own_framework_alone(path):
-    found = set()
+    actual = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            actual |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module.split(".")[0])
+            actual.add(node.module.split(".")[0])
     allowed = {"logitless", "torch", *OWN.get(path.stem, ())}
-    assert found - allowed <= set(sys.stdlib_module_names)
+    assert actual - allowed <= set(sys.stdlib_module_names)
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """Sets the version of every framework; without a version none is installed."""
 
-    def version(found):
+    def version(actual):
         def of(package):
-            if found is None:
+            if actual is None:
                 raise versions.PackageNotFoundError(package)
-            return found
+            return actual
 
         monkeypatch.setattr(versions, "version", of)
 
@@ -64,8 +64,8 @@ def test_another_minor_version_warns_once(installed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         versions.check_version("verl")
-        for found in ("0.9.7", None):
-            installed(found)
+        for actual in ("0.9.7", None):
+            installed(actual)
             versions._warn_once.cache_clear()
             versions.check_version("verl")
 
@@ -146,9 +146,9 @@ def exchanged() -> tuple:
 
 @pytest.mark.ranks
 def test_sequences_over_ranks():
-    found = in_processes(2, exchanged)
+    actual = in_processes(2, exchanged)
     expected = torch.cat([torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2) + 10])
-    for rank, (whole, grad, part) in enumerate(found):
+    for rank, (whole, grad, part) in enumerate(actual):
         assert torch.equal(whole, expected)
         assert torch.equal(grad, torch.arange(12.0).view(6, 2)[3 * rank : 3 * rank + 3])
         assert torch.equal(part, torch.full((3,), 8.0 / 2 + 8))

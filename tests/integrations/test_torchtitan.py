@@ -108,11 +108,11 @@ def truth(length: int = L, count: float | None = 31.0, seeds=(0,)) -> list[Tenso
 def test_the_stock_loss_and_gradients(dtype, count):
     ours = run(LogitlessLoss.Config(logits_budget=100_000).build(compile_config=None), dtype, count=count)
     stock = run(ChunkedLossWrapper.Config().build(compile_config=None), dtype, count=count)
-    for name, found, plain, exact in zip(NAMES, ours, stock, truth(count=count)):
-        assert found.dtype == plain.dtype or name == "loss"
+    for name, actual, plain, exact in zip(NAMES, ours, stock, truth(count=count)):
+        assert actual.dtype == plain.dtype or name == "loss"
         error = ((plain.double() - exact).norm() / exact.norm()).item()
         least = 1e-6 if dtype == torch.float32 else 4e-3
-        assert_close(found, exact, max(least, error), name=name)
+        assert_close(actual, exact, max(least, error), name=name)
 
 
 def test_a_step_without_labels():
@@ -124,8 +124,8 @@ def test_a_step_without_labels():
 
 def test_any_length():
     """The stock class takes multiples of `num_chunks` alone."""
-    for name, found, exact in zip(NAMES, run(LogitlessLoss.Config().build(), torch.float32, 7), truth(7)):
-        assert_close(found, exact, 1e-6, name=name)
+    for name, actual, exact in zip(NAMES, run(LogitlessLoss.Config().build(), torch.float32, 7), truth(7)):
+        assert_close(actual, exact, 1e-6, name=name)
 
 
 def test_the_budget_and_a_bias():
@@ -210,9 +210,9 @@ def test_cuda_graphs():
     for compact in (False, True):
         loss_fn = LogitlessLoss.Config(compact=compact).build()
         with mock.patch.object(module, "CrossEntropyLoss", wraps=module.CrossEntropyLoss) as made:
-            found = run(loss_fn, torch.float32)
+            actual = run(loss_fn, torch.float32)
         assert made.call_args.kwargs["compact"] is compact
-        assert_close(found[2], truth()[2], 1e-6, name="d_weight")
+        assert_close(actual[2], truth()[2], 1e-6, name="d_weight")
     assert LogitlessLoss.Config().compact is False
 
 
@@ -277,8 +277,8 @@ def test_torchtitans_fsdp(policy, dtype):
     ours = in_processes(2, with_fsdp, "ours", policy, dtype)
     stock = in_processes(2, with_fsdp, "stock", policy, dtype)
     least = 1e-6 if dtype == torch.float32 else 1e-2
-    for found, plain in zip(ours, stock):
-        for name, x, y in zip(("loss", "d_layer", "d_head"), found, plain):
+    for actual, plain in zip(ours, stock):
+        for name, x, y in zip(("loss", "d_layer", "d_head"), actual, plain):
             assert_close(x, y.double(), least, name=name)
     exact = truth(seeds=(0, 1))
     assert_close(ours[0][0], exact[0], least, name="loss")
@@ -322,7 +322,9 @@ def trained(kind: str, folder: str, backend: str) -> list[list[float]]:
     with (
         mock.patch.object(utils, "set_pg_timeouts"),  # torch 2.13 has no torch.distributed.set_timeout
         mock.patch("time.sleep"),
-        mock.patch.object(trainer.metrics_processor, "log", lambda *found, **rest: logged.append(found[1:4])),
+        mock.patch.object(
+            trainer.metrics_processor, "log", lambda *actual, **rest: logged.append(actual[1:4])
+        ),
     ):
         trainer.train()
     return logged
@@ -360,8 +362,8 @@ def with_shards(kind: str) -> list[Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["dtensor", "local"])
 def test_tensor_parallelism(kind):
-    for found in in_processes(2, with_shards, kind):
-        for name, x, exact in zip(NAMES, found, truth()):
+    for actual in in_processes(2, with_shards, kind):
+        for name, x, exact in zip(NAMES, actual, truth()):
             assert_close(x, exact, 1e-6, name=name)
 
 

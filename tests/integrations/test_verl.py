@@ -96,9 +96,9 @@ class SummingGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, tensor_parallel_output_grad):
         ctx.group, ctx.tensor_parallel_output_grad = group, tensor_parallel_output_grad
-        found = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(found, x, group=group)
-        return torch.cat(found)
+        actual = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(actual, x, group=group)
+        return torch.cat(actual)
 
     @staticmethod
     def backward(ctx, grad):
@@ -122,12 +122,12 @@ def on_a_rank(sequence_parallel: bool, gather=SummingGather.apply) -> dict[str, 
     return {"logps": logps.detach(), "entropy": entropy.detach(), "hidden": leaf.grad, "weight": own.grad}
 
 
-def check_ranks(found: list[dict[str, Tensor]], sequence_parallel: bool) -> None:
+def check_ranks(actual: list[dict[str, Tensor]], sequence_parallel: bool) -> None:
     hidden, weight, labels = operands()
     truth = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logps, entropy = full(*truth, labels, 0.7)
     scalar(logps, entropy).backward()
-    for rank, ours in enumerate(found):
+    for rank, ours in enumerate(actual):
         d_hidden = truth[0].grad.chunk(2)[rank] if sequence_parallel else truth[0].grad
         expected = {
             "logps": logps.detach(),
@@ -299,8 +299,8 @@ def verl():
 
 def module_with(name: str, **attributes: object) -> None:
     """Put a module into `sys.modules` in the place of one that needs more than verl's wheel."""
-    found = sys.modules[name] = ModuleType(name)
-    vars(found).update(attributes)
+    actual = sys.modules[name] = ModuleType(name)
+    vars(actual).update(attributes)
 
 
 class ActorConfig(SimpleNamespace):
@@ -349,15 +349,15 @@ def rollout_in_fp64(spread: float) -> SimpleNamespace:
 
 def both(x, loss, verls) -> list[tuple[Tensor, Tensor]]:
     """(ours, verl's): value and gradients."""
-    found = []
+    actual = []
     for call in (
         lambda h, w: loss(h, w),
         lambda h, w: verls((h @ w.T).log_softmax(-1).gather(-1, x.targets[..., None])[..., 0]),
     ):
         leaves = [x.hidden.clone().requires_grad_(), x.weight.clone().requires_grad_()]
         value = call(*leaves)
-        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
-    return list(zip(*found, strict=True))
+        actual.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    return list(zip(*actual, strict=True))
 
 
 MODES = {
@@ -399,8 +399,8 @@ def test_losses_are_those_of_verl(core, mode, spread, agg):
         return function(x.old, logps, advantages, x.mask.double(), agg, actor, weights)[0]
 
     pairs = both(x, ours, verls)
-    for found, expected in pairs[mode.startswith("dppo") :]:  # of DPPO the gradients are equal
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    for actual, expected in pairs[mode.startswith("dppo") :]:  # of DPPO the gradients are equal
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [*losses.ESTIMATORS, *(f"{x}+" for x in losses.ESTIMATORS)])
@@ -413,8 +413,8 @@ def test_the_kl_is_that_of_verl(core, kind, spread):
     def verls(logps):
         return core.agg_loss(core.kl_penalty(logps, x.ref, kind), x.mask.double(), "token-mean")
 
-    for found, expected in both(x, lambda h, w: loss(h, w, x.targets, **inputs).loss, verls):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in both(x, lambda h, w: loss(h, w, x.targets, **inputs).loss, verls):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -426,8 +426,8 @@ def test_rejections_are_those_of_verl(core, name):
     threshold = "0.95_1.05" if name.endswith("k1") else "0.05"
     (ours,) = losses.rejections({"rollout_rs": name, "rollout_rs_threshold": threshold})
     mask, _ = helper.compute_rollout_rejection_mask(x.old - x.sampled, x.mask.double(), name, threshold)
-    found = x.mask & (ours.weights(x.old, x.sampled, x.mask) > 0)
-    assert torch.equal(found, mask.bool()) and 0 < found.sum() < x.mask.sum()
+    actual = x.mask & (ours.weights(x.old, x.sampled, x.mask) > 0)
+    assert torch.equal(actual, mask.bool()) and 0 < actual.sum() < x.mask.sum()
 
 
 @pytest.mark.parametrize("level", losses.CORRECTED_LEVELS)
@@ -439,8 +439,8 @@ def test_corrections_are_those_of_verl(core, level, threshold):
     theirs, _ = helper.compute_rollout_correction_weights(
         x.old - x.sampled, x.mask.double(), level, rollout_is_threshold=threshold
     )
-    found = ours.weights(x.old, x.sampled, x.mask)
-    torch.testing.assert_close(found[x.mask], theirs[x.mask])
+    actual = ours.weights(x.old, x.sampled, x.mask)
+    torch.testing.assert_close(actual[x.mask], theirs[x.mask])
 
 
 def test_names_and_parameters(verl):
@@ -475,9 +475,9 @@ def scored(backend: str, dtype: torch.dtype, *, impl: str = "torch", **given) ->
     out = at(BACKENDS.format(backend))(model, input_ids=ids, temperature=0.7, return_dict=True, **given)
     logps, entropy = out.log_probs.view(2, S), out.entropy.view(2, S).float()
     scalar(logps, entropy).backward()
-    found = {"logps": logps, "entropy": entropy}
-    found |= {name: x.grad for name, x in model.named_parameters()}
-    return {name: x.detach() for name, x in found.items()}
+    actual = {"logps": logps, "entropy": entropy}
+    actual |= {name: x.grad for name, x in model.named_parameters()}
+    return {name: x.detach() for name, x in actual.items()}
 
 
 @pytest.mark.parametrize(("backend", "impl"), [("torch", "torch"), ("torch", "liger"), ("triton", "triton")])
@@ -556,7 +556,7 @@ def with_fsdp2() -> list[dict[str, Tensor]]:
     scalar(out.log_probs.view(2, S), out.entropy.view(2, S)).backward()
     ours = {"logps": out.log_probs.view(2, S), "entropy": out.entropy.view(2, S)}
     ours |= {name: x.grad.full_tensor() for name, x in model.named_parameters()}
-    return [{name: x.detach() for name, x in found.items()} for found in (ours, truth)]
+    return [{name: x.detach() for name, x in actual.items()} for actual in (ours, truth)]
 
 
 @pytest.mark.ranks
@@ -583,7 +583,7 @@ def test_the_command_of_the_page_names_options_that_verl_has():
     config = require("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml"
     known = yaml.safe_load(config.read_text())
     for option in options:
-        found = known
+        actual = known
         for name in option.split("."):
-            assert name in found, option
-            found = found[name]
+            assert name in actual, option
+            actual = actual[name]

@@ -112,11 +112,11 @@ def pairwise(variants: Sequence[tuple]) -> list[int]:
         return {(kernel, *pair) for pair in itertools.combinations(values, 2)}
 
     covers = [pairs(*variant) for variant in variants]
-    missing, found = set().union(*covers), []
+    missing, actual = set().union(*covers), []
     while missing:
-        found.append(max(range(len(covers)), key=lambda i: len(covers[i] & missing)))
-        missing -= covers[found[-1]]
-    return sorted(found)
+        actual.append(max(range(len(covers)), key=lambda i: len(covers[i] & missing)))
+        missing -= covers[actual[-1]]
+    return sorted(actual)
 
 
 def check_compilation(

@@ -103,8 +103,8 @@ class SquareObserver(SumObserver):
 class Recorder:
     """Stands in for a kernel and notes what it would have been compiled for."""
 
-    def __init__(self, kernel, name: str, found: set) -> None:
-        self.arg_names, self.name, self.found = kernel.arg_names, name, found
+    def __init__(self, kernel, name: str, variants: set) -> None:
+        self.arg_names, self.name, self.variants = kernel.arg_names, name, variants
 
     def __getitem__(self, grid):
         return self.launch
@@ -136,7 +136,7 @@ class Recorder:
             counts[:rows] = named["marks_ptr"].view(rows, -1).sum(1)
             counts[rows:] = 0  # the boundaries are right
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
-        self.found.add(combination(self.name, pointers, constants))
+        self.variants.add(combination(self.name, pointers, constants))
 
 
 @pytest.fixture
@@ -146,12 +146,12 @@ def launches(monkeypatch):
     from logitless.kernels.head import cross_entropy, divergence, scale, select, targets
     from logitless.kernels.ids import distinct, gathered, sets, slots
 
-    found = set()
+    variants = set()
     for module in (cross_entropy, distinct, divergence, gathered, scale, select, sets, slots, targets):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in TRITON_DTYPES)
     for name, module in kernel_modules().items():
-        monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))
-    return found
+        monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, variants))
+    return variants
 
 
 def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:

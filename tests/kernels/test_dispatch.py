@@ -26,10 +26,10 @@ def generation(monkeypatch):
 
 def test_hopper_has_its_own(generation):
     generation(9)
-    found = find(CUDA)
-    assert found.__name__ == "logitless.kernels.hopper" and found.DTYPES == (torch.bfloat16,)
-    assert found.row_bytes(1024, stored=True) - found.row_bytes(1024, stored=False) == 2 * 1024
-    assert callable(found.read) and callable(found.write)
+    actual = find(CUDA)
+    assert actual.__name__ == "logitless.kernels.hopper" and actual.DTYPES == (torch.bfloat16,)
+    assert actual.row_bytes(1024, stored=True) - actual.row_bytes(1024, stored=False) == 2 * 1024
+    assert callable(actual.read) and callable(actual.write)
 
 
 @pytest.mark.parametrize("major", [8, 10, 12])

@@ -210,7 +210,7 @@ def test_nothing_but_the_ids_with_a_frozen_head(dtype):
 
 def test_the_best_ids_with_their_log_probabilities():
     h, w, _, b = (x.to(DEVICE) for x in operands(*SHAPE, torch.bfloat16))
-    found = linear_topk(h, w, 9, bias=b, softcap=5.0)
+    actual = linear_topk(h, w, 9, bias=b, softcap=5.0)
     logps, ids = reference.best_ids(h.float(), w.float(), 9, bias=b.float(), softcap=5.0)
-    assert torch.equal(found.ids, ids)
-    torch.testing.assert_close(found.logps, logps, rtol=1e-4, atol=1e-4)
+    assert torch.equal(actual.ids, ids)
+    torch.testing.assert_close(actual.logps, logps, rtol=1e-4, atol=1e-4)

@@ -74,9 +74,9 @@ def laid_out(x: dict[str, Tensor], names: tuple, layout: str) -> tuple[dict[str,
     return changed, plain
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
         if x is None:  # not asked for
             assert expected[name] is None
             continue
@@ -163,7 +163,7 @@ def divergence_of(
 ) -> dict[str, Tensor]:
     gradient = poisoned(C, V, dtype=torch.float32) if write else None
     call = fused_divergence if ranks is None else functools.partial(sharded_divergence, ranks=ranks)
-    found = call(
+    actual = call(
         x["logits"],
         x["teacher"],
         x["targets"],
@@ -177,7 +177,7 @@ def divergence_of(
         bias=x["bias"],
         teacher_bias=x["teacher_bias"],
     )
-    return found._asdict() | ({"gradient": gradient} if write else {})
+    return actual._asdict() | ({"gradient": gradient} if write else {})
 
 
 # Matrices of which a kernel knows the distance of rows: each row a part of a longer one, all rows the same
@@ -206,10 +206,10 @@ def test_divergence(case):
             changed[name] = ROWS[rows](changed[name])
             plain[name] = changed[name].clone(memory_format=torch.contiguous_format)
     ranks = Alone() if case["shard"] else None
-    found, expected = (
+    actual, expected = (
         divergence_of(x, case["divergence"], write=case["write"], ranks=ranks) for x in (changed, plain)
     )
-    same(found, expected)
+    same(actual, expected)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -286,13 +286,13 @@ def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype):
 
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
         x = x | dict(statistics(x, "sum_logits", "entropy").items())
-        found = gradient_of(x, *DIFFERENTIABLE) | {name: x[name] for name in ("logps", "sum_logits")}
-        return found | (divergence_of(x, "jsd", write=True) if triton_runs else {})
+        actual = gradient_of(x, *DIFFERENTIABLE) | {name: x[name] for name in ("logps", "sum_logits")}
+        return actual | (divergence_of(x, "jsd", write=True) if triton_runs else {})
 
     x = operands(dtype)
     exact = x[operand].double() + 1e-9
-    found, expected = call(x | {operand: exact}), call(x | {operand: exact.float()})
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual, expected = call(x | {operand: exact}), call(x | {operand: exact.float()})
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_fp64_logits_keep_the_digits_of_fp64_vectors():

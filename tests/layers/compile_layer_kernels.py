@@ -38,8 +38,8 @@ class Variant(NamedTuple):
 class Recorder:
     """Stands in for a kernel; specializes as Triton does, on None, on 1, on multiples of 16, on 64 bits."""
 
-    def __init__(self, kernel, name: str, found: dict[Variant, object]) -> None:
-        self.kernel, self.name, self.found = kernel, name, found
+    def __init__(self, kernel, name: str, variants: dict[Variant, object]) -> None:
+        self.kernel, self.name, self.variants = kernel, name, variants
 
     def __getitem__(self, grid):
         return self.launch
@@ -63,7 +63,9 @@ class Recorder:
                 types[name] = "i32" if value < 2**31 else "i64"
                 divisible += [name] if value % 16 == 0 else []
         fixed = tuple(sorted(constants.items()))
-        self.found[Variant(self.name, tuple(types.items()), fixed, tuple(divisible), num_warps)] = self.kernel
+        self.variants[Variant(self.name, tuple(types.items()), fixed, tuple(divisible), num_warps)] = (
+            self.kernel
+        )
 
 
 def nothing(*shape: int, dtype: torch.dtype, aligned: bool = True) -> Tensor:
@@ -220,17 +222,17 @@ def variants(rows: int = 6) -> dict[Variant, object]:
             "dropout_input_kernel",
         ),
     }
-    found = {}
+    variants = {}
     with ExitStack() as patches:
         supported = mock.patch.object(operands, "uses_triton", lambda device, dtype: dtype in TYPES)
         patches.enter_context(supported)
         for module, names in kernels.items():
-            recorders = {name: Recorder(jitted(getattr(module, name)), name, found) for name in names}
+            recorders = {name: Recorder(jitted(getattr(module, name)), name, variants) for name in names}
             patches.enter_context(mock.patch.multiple(module, **recorders))
         for run in (run_norms, run_ropes, run_gated, run_gated_norms, run_lora_dropout):
             run(rows)
-    assert {v.kernel for v in found} == set(itertools.chain(*kernels.values()))
-    return found
+    assert {v.kernel for v in variants} == set(itertools.chain(*kernels.values()))
+    return variants
 
 
 def source(variant: Variant, kernel: object) -> Source:

@@ -45,12 +45,12 @@ def stepped(model: transformers.PreTrainedModel) -> Gradients:
     return gradients | {"loss": out.loss.detach()}
 
 
-def furthest(found: Gradients, wanted: Gradients) -> tuple[float, str]:
+def furthest(actual: Gradients, expected: Gradients) -> tuple[float, str]:
     """The largest relative distance; gradients that are next to nothing beside the others do not count."""
-    largest = max(x.norm() for x in wanted.values())
+    largest = max(x.norm() for x in expected.values())
     distances = []
-    for name, x in wanted.items():
-        apart = (found[name] - x).norm() / x.norm().clamp_min(1e-5 * largest)
+    for name, x in expected.items():
+        apart = (actual[name] - x).norm() / x.norm().clamp_min(1e-5 * largest)
         distances.append((apart.item() if apart.isfinite() else float("inf"), name))
     return max(distances)
 
@@ -68,17 +68,17 @@ def compare(name: str, *, lora: bool = False) -> Row:
         if lora:
             config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
             peft.get_peft_model(model, config)  # exchanges the model's layers
-        wanted, again = stepped(model), stepped(model)
+        expected, again = stepped(model), stepped(model)
     except Exception as error:  # whatever a config or a model has against sizes like these
         return Row(name, "not run", every.described(error))
-    if not torch.equal(wanted["loss"], again["loss"]):
+    if not torch.equal(expected["loss"], again["loss"]):
         return Row(name, "not run", "it gives another loss every time")
     # How far the stock model goes when its weights move by a rounding: top-k of experts may not be smooth.
     weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + 1e-7 * torch.randn_like(parameter))
-    sensitivity, _ = furthest(stepped(model), wanted)
+    sensitivity, _ = furthest(stepped(model), expected)
     model.load_state_dict(weights, strict=False)
     try:
         report = fuse_layers(model).report
@@ -87,12 +87,12 @@ def compare(name: str, *, lora: bool = False) -> Row:
     left = Counter(f"{report.classes[key]}: {why}" for key, why in report.skipped.items())
     what = {short(each) for parts in report.fused.values() for each in parts}
     row = Row(name, "equal", ", ".join(sorted(what)), "; ".join(left))
-    found = stepped(model)
-    if found.keys() != wanted.keys():
-        return row._replace(verdict="wrong", detail=f"gradients of {found.keys() ^ wanted.keys()}")
+    actual = stepped(model)
+    if actual.keys() != expected.keys():
+        return row._replace(verdict="wrong", detail=f"gradients of {actual.keys() ^ expected.keys()}")
     if report.stock_calls:
         return row._replace(verdict="wrong", detail=f"PEFT's own code: {dict(report.stock_calls)}")
-    distance, where = furthest(found, wanted)
+    distance, where = furthest(actual, expected)
     if distance < max(1e-4, 10 * sensitivity):
         return row
     return row._replace(verdict="wrong", detail=f"{where} by {distance:.1e}, {sensitivity:.1e}; {row.detail}")
@@ -130,18 +130,18 @@ MISSING = (
 
 def missing(left: str) -> str:
     """What a model's own code computes, of what a report lists as not fused."""
-    found = set()
+    actual = set()
     for each in re.split(r"; (?=\w+: )", left) if left else ():
         cls, _, reason = each.partition(": ")
         kinds = [kind for part, name, kind in MISSING if part in reason and re.search(name, cls)]
-        found.add(kinds[0] if kinds else "other")
-    return ", ".join(sorted(found - {""}))
+        actual.add(kinds[0] if kinds else "other")
+    return ", ".join(sorted(actual - {""}))
 
 
-def markdown(found: list[Row]) -> str:
+def markdown(actual: list[Row]) -> str:
     """Fused models, those of one combination in one line: first those of which nothing is left."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for row in found:
+    for row in actual:
         if row.verdict == "equal":
             groups.setdefault((row.detail, missing(row.left)), []).append(row.model)
     whole = sum([len(models) for (_, left), models in groups.items() if not left])
@@ -154,8 +154,8 @@ def markdown(found: list[Row]) -> str:
     ]
     for (what, left), models in sorted(groups.items(), key=lambda item: (item[0][1] != "", -len(item[1]))):
         lines.append(f"| {what} | {left or '-'} | {', '.join(models)} |")
-    untouched = [row.model for row in found if row.verdict == "untouched"]
-    absent = [row.model for row in found if row.verdict == "not run"]
+    untouched = [row.model for row in actual if row.verdict == "untouched"]
+    absent = [row.model for row in actual if row.verdict == "not run"]
     return "\n".join(lines) + (
         "\n\nNo part of these classes is recognized, so `fuse_layers` raises an error: "
         f"{', '.join(untouched)}.\n\n"
@@ -163,15 +163,15 @@ def markdown(found: list[Row]) -> str:
     )
 
 
-def differences(found: list[Row]) -> str:
+def differences(actual: list[Row]) -> str:
     """The classes of another version of transformers of which other parts are fused."""
     before = documented()
     lines = ["| class | fused | left to the model's code |", "|---|---|---|"]
-    for row in found:
+    for row in actual:
         now = row.detail if row.verdict == "equal" else None
         if row.verdict != "not run" and now != before.get(row.model):
             lines.append(f"| {row.model} | {now or '-'} | {missing(row.left) or '-'} |")
-    ran = len([row for row in found if row.verdict != "not run"])
+    ran = len([row for row in actual if row.verdict != "not run"])
     title = f"transformers {transformers.__version__}: {ran} classes ran. The others are fused as above."
     return "\n".join([title, "", *lines] if len(lines) > 2 else [title.replace("The others", "All")])
 
@@ -204,21 +204,21 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    found = []
+    actual = []
     for name in words or classes():
         row = compare(name)
-        found.append(row)
+        actual.append(row)
         left = f" | left: {row.left}" if row.left else ""
         print(f"{name}: {row.verdict}: {row.detail}{left}", flush=True)
-    print(dict(Counter(row.verdict for row in found)))
+    print(dict(Counter(row.verdict for row in actual)))
     if "--write" in sys.argv:
         text = PAGE.read_text()
         if "transformers-" in transformers.__file__:  # installed beside the environment's own
-            PAGE.write_text(replaced(text, "newest models", differences(found)))
+            PAGE.write_text(replaced(text, "newest models", differences(actual)))
         else:
             text = replaced(text, "families", families())
-            PAGE.write_text(replaced(text, "models", markdown(found)))
-    sys.exit(any(row.verdict == "wrong" for row in found))
+            PAGE.write_text(replaced(text, "models", markdown(actual)))
+    sys.exit(any(row.verdict == "wrong" for row in actual))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def outcome(
     }
     results = function(**leaves)
     results = results if isinstance(results, tuple) else (results,)
-    found = {f"result {i}": result.detach() for i, result in enumerate(results)}
+    actual = {f"result {i}": result.detach() for i, result in enumerate(results)}
     torch.autograd.backward(
         results, [randn(*y.shape, seed=i, dtype=y.dtype) for i, y in enumerate(results, 100)]
     )
-    return found | {f"d_{name}": x.grad for name, x in leaves.items() if x is not None and x.requires_grad}
+    return actual | {f"d_{name}": x.grad for name, x in leaves.items() if x is not None and x.requires_grad}
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor | None, rounding: str) -> Tensor:

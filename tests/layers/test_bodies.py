@@ -80,12 +80,12 @@ ACTIVATIONS = {
 }
 
 
-def found(name: str, attribute: str = "apply_rotary_pos_emb"):
+def transformers_function(name: str, attribute: str = "apply_rotary_pos_emb"):
     return getattr(import_module(f"transformers.models.{name}.modeling_{name}"), attribute)
 
 
 def module_of(path: str) -> nn.Module:
-    cls = found(*path.split("."))
+    cls = transformers_function(*path.split("."))
     if "zamba2" in path:
         return cls(16, group_size=8)
     return cls() if "L2" in path else cls(16)
@@ -103,7 +103,7 @@ def test_norms(path):
 
 @pytest.mark.parametrize("name", ROTATION_FUNCTIONS)
 def test_rotations(name):
-    assert rotation_of(found(name)) == ROTATION_FUNCTIONS[name]
+    assert rotation_of(transformers_function(name)) == ROTATION_FUNCTIONS[name]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -372,7 +372,9 @@ def test_a_norm_is_recognized_in_inference_mode_with_odd_eps_and_widths():
         assert norm_of(Almost(24)) == Norm("llama")
     assert norm_of(Almost(0)) == norm_of(Almost(1)) == Norm("llama")
     assert norm_of(Almost(eps=0.0)) == norm_of(Almost(eps=0)) == Norm("llama")
-    assert norm_of(found("cohere", "CohereLayerNorm")(16, eps=1e-12)) == Norm("single", center=True)
+    assert norm_of(transformers_function("cohere", "CohereLayerNorm")(16, eps=1e-12)) == Norm(
+        "single", center=True
+    )
 
 
 def test_a_helper_that_changes_between_two_models(monkeypatch):
@@ -494,7 +496,7 @@ def test_a_rotation_of_one_tensor(monkeypatch):
 
 
 def test_a_rotation_that_stores_neighbours_in_halves():
-    function = found("deepseek_v3", "apply_rotary_pos_emb_interleave")
+    function = transformers_function("deepseek_v3", "apply_rotary_pos_emb_interleave")
     rotation = rotation_of(function)
     assert rotation == Rotation(
         interleaved=True, angle_layout="first half", whole_head=True, deinterleave=True
@@ -526,7 +528,7 @@ def test_an_activation_that_is_wrong_is_found_out(monkeypatch):
 
 
 def test_what_a_norm_calls_belongs_to_it():
-    class Centered(found("gemma", "GemmaRMSNorm")):
+    class Centered(transformers_function("gemma", "GemmaRMSNorm")):
         def _norm(self, x):
             x = x - x.mean(-1, keepdim=True)
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -543,7 +545,7 @@ def test_another_eps_is_read_when_the_norm_runs():
 
 def test_a_weight_of_several_dimensions_is_not_ours():
     with pytest.raises(UnrecognizedSource, match="its weight has 2 dimensions"):
-        norm_of(found("cohere", "CohereLayerNorm")((4, 8)))
+        norm_of(transformers_function("cohere", "CohereLayerNorm")((4, 8)))
 
 
 def test_a_function_that_kernels_made_a_module_of(monkeypatch):
@@ -584,5 +586,5 @@ def test_the_trial_leaves_random_numbers_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     norm_of(LlamaRMSNorm(24))
-    bodies._rotation_of.__wrapped__((found("llama"),))
+    bodies._rotation_of.__wrapped__((transformers_function("llama"),))
     assert torch.equal(torch.get_rng_state(), before)

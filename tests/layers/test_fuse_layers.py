@@ -32,8 +32,8 @@ def test_all_that_is_known_is_fused(family):
     fused = {report.classes[name].removesuffix("RMSNorm"): what for name, what in report.fused.items()}
     kinds = {"Attention": (expected.attention,), "DecoderLayer": expected.layer, "MLP": (expected.mlp,)}
     for suffix, what in kinds.items():
-        found = [each for cls, each in fused.items() if cls.endswith(suffix)]
-        assert found == ([what] if any(what) else []), suffix
+        actual = [each for cls, each in fused.items() if cls.endswith(suffix)]
+        assert actual == ([what] if any(what) else []), suffix
     norms = [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
     assert norms and all(report.fused[name] == ("norm",) for name in norms)
     # What is left has a reason: experts, and Cohere's layers, which add attention and MLP at once.
@@ -44,9 +44,9 @@ def test_all_that_is_known_is_fused(family):
 @families
 def test_loss_and_gradients_in_fp32_are_those_of_the_stock_model(family):
     model = tiny(family)
-    wanted = step(model)
+    expected = step(model)
     fuse_layers(model)
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32 under autocast", "fp16"])
@@ -79,29 +79,29 @@ def test_the_language_tower_of_a_vision_model():
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     disturb(model)
-    wanted = step(model)
+    expected = step(model)
     report = fuse_layers(model).report
     layer = "model.language_model.layers.1"
     assert report.fused[layer] == (ADD_NORM,) and report.fused[f"{layer}.self_attn"] == (ROPE,)
     assert report.fused[f"{layer}.mlp"] == ("gate act_fn",)
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
 
 
 def test_a_rotation_that_stores_neighbours_in_halves():
     model = every.tiny("DeepseekV3ForCausalLM")
     disturb(model)
-    wanted = step(model)
+    expected = step(model)
     undo = fuse_layers(model)
     attention = [name for name, what in undo.report.fused.items() if "self_attn" in name.split(".")[-1]]
     assert [undo.report.fused[name] for name in attention] == [
         ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
     ] * 2
     with counted() as calls:
-        assert_same(step(model), wanted, 1e-5)
+        assert_same(step(model), expected, 1e-5)
     assert calls["rope"] == 2
     undo()
-    found = step(model)
-    assert all(torch.equal(found.gradients[name], x) for name, x in wanted.gradients.items())
+    actual = step(model)
+    assert all(torch.equal(actual.gradients[name], x) for name, x in expected.gradients.items())
 
 
 def test_one_line_in_the_log_says_what_was_fused(caplog):

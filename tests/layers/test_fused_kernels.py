@@ -25,19 +25,19 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere", "Gemma4"])
 def test_loss_and_gradients_in_fp32(family):
     model, ids = tiny(family, num_hidden_layers=1).to(DEVICE), IDS.to(DEVICE)
-    wanted = step(model, ids)
+    expected = step(model, ids)
     fuse_layers(model)
     assert norm._runs_triton(torch.zeros(2, 2, device=DEVICE))
-    assert_same(step(model, ids), wanted, 1e-5)
+    assert_same(step(model, ids), expected, 1e-5)
 
 
 def test_a_gated_norm_in_fp32():
     """Its gate is a part of a wider tensor."""
     model, ids = every.tiny("BambaForCausalLM").to(DEVICE), IDS.to(DEVICE)
     disturb(model)
-    wanted = step(model, ids)
+    expected = step(model, ids)
     assert "gated norm" in {part for parts in fuse_layers(model).report.fused.values() for part in parts}
-    assert_same(step(model, ids), wanted, 1e-5)
+    assert_same(step(model, ids), expected, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32 under autocast"])

@@ -25,10 +25,10 @@ def classes_of(model: nn.Module) -> list[type]:
 def test_the_operators_run(training):
     model = tiny("Qwen3").train(training)
     with torch.set_grad_enabled(training):
-        wanted = model(IDS, use_cache=False).logits
+        expected = model(IDS, use_cache=False).logits
         fuse_layers(model)
         with counted() as calls:
-            torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted)
+            torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
     # Two layers, and the norm behind them.
     assert calls == {"rms_norm": 3, "add_rms_norm": 2, "qk_norm_rope": 2, "gated": 2}
 
@@ -38,11 +38,11 @@ def test_undo_restores_the_model_to_the_bit():
     fuse_layers(model)()
     assert classes_of(model) == classes_of(stock)
     with counted() as calls:
-        found, wanted = step(model), step(stock)
+        actual, expected = step(model), step(stock)
     assert not calls
-    assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+    assert all(torch.equal(actual.gradients[name], expected.gradients[name]) for name in expected.gradients)
     fuse_layers(model)
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
 
 
 def test_a_fused_model_is_not_fused_again():
@@ -57,12 +57,12 @@ def test_a_fused_model_is_not_fused_again():
 def test_copies_and_files(tmp_path):
     model, stock = tiny("Qwen3"), tiny("Qwen3")
     undo = fuse_layers(model)
-    wanted = step(stock)
+    expected = step(stock)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.model.layers[0].input_layernorm.weight.mul_(3)
-    assert_same(step(model), wanted)
-    assert not torch.allclose(step(copied).loss, wanted.loss)
+    assert_same(step(model), expected)
+    assert not torch.allclose(step(copied).loss, expected.loss)
     assert model.state_dict().keys() == stock.state_dict().keys()
     stock.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path)
@@ -70,15 +70,15 @@ def test_copies_and_files(tmp_path):
     for restored in (pickle.loads(pickle.dumps(model)), from_files):
         assert not any(state_of(module, fused_forwards.KEY) for module in restored.modules())
         assert classes_of(restored) == classes_of(stock)
-        assert_same(step(restored), wanted)
+        assert_same(step(restored), expected)
     undo()
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_still_checkpoints(monkeypatch, reentrant):
     model = tiny("Qwen3")
-    wanted = step(model)
+    expected = step(model)
     attention, ran = transformers.models.qwen3.modeling_qwen3.ALL_ATTENTION_FUNCTIONS, []
     name = model.config._attn_implementation
     monkeypatch.setitem(attention, name, lambda *a, f=attention[name], **kw: ran.append(1) or f(*a, **kw))
@@ -87,7 +87,7 @@ def test_gradient_checkpointing_still_checkpoints(monkeypatch, reentrant):
     model.enable_input_require_grads()
     model.train()
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     assert len(ran) == 4 and calls["add_rms_norm"] == calls["qk_norm_rope"] == 4
     model.gradient_checkpointing_disable()
     ran.clear()
@@ -116,30 +116,30 @@ def test_lora_and_modules_to_save(first):
     else:
         model = adapted(model)
         fuse_layers(model)
-    wanted = step(stock)
-    assert len(wanted.gradients) == 2 * (7 * 2 + 1)
+    expected = step(stock)
+    assert len(expected.gradients) == 2 * (7 * 2 + 1)
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     # The copy is fused; the wrapper around it is not one of our norms, so that the addition is made before.
     assert calls["rms_norm"] == 2 + 1 + 2 and calls["add_rms_norm"] == 0 and calls["gated"] == 2
 
 
 def test_compiled_layers_run_the_stock_code_in_one_graph():
     model = tiny("Qwen3", num_hidden_layers=1)
-    wanted = step(model)
+    expected = step(model)
     fuse_layers(model)
     model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     assert calls == {"rms_norm": 1}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_generation_with_a_cache_is_that_of_the_stock_model(family):
     model = tiny(family)
-    wanted = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    expected = model.generate(IDS, max_new_tokens=8, do_sample=False)
     fuse_layers(model)
-    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), wanted)
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), expected)
 
 
 def test_hooks_on_norms_see_what_they_saw():
@@ -151,16 +151,16 @@ def test_hooks_on_norms_see_what_they_saw():
         return output * 2
 
     handles = [norm.register_forward_hook(scaled) for norm in norms]
-    wanted, before = step(model), list(seen)
+    expected, before = step(model), list(seen)
     seen.clear()
     fuse_layers(model)
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     assert seen == before and calls["add_rms_norm"] == calls["qk_norm_rope"] == 1
     for handle in handles:
         handle.remove()
     with counted() as calls:
-        assert step(model).loss != wanted.loss
+        assert step(model).loss != expected.loss
     assert calls["add_rms_norm"] == calls["qk_norm_rope"] == 2
 
 
@@ -173,33 +173,33 @@ def test_a_forward_on_an_instance_is_run():
         forward = module.forward
         module.forward = lambda *args: ran.append(module) or forward(*args)
 
-    wanted = step(model)
+    expected = step(model)
     own(norm)
     report = fuse_layers(model).report
     name = "model.layers.0.post_attention_layernorm"
     assert report.skipped[name] == "a forward attribute is set on this instance"
     own(act)
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     assert ran == [norm, act] and calls["add_rms_norm"] == 1 and calls["gated"] == 1
 
 
 def test_hidden_states_and_attentions_are_recorded():
     model = tiny("Qwen3", attn_implementation="eager")
-    wanted = model(IDS, output_hidden_states=True, output_attentions=True)
+    expected = model(IDS, output_hidden_states=True, output_attentions=True)
     fuse_layers(model)
-    found = model(IDS, output_hidden_states=True, output_attentions=True)
+    actual = model(IDS, output_hidden_states=True, output_attentions=True)
     for name in ("hidden_states", "attentions"):
-        assert len(found[name]) == len(wanted[name]) > 1
-        torch.testing.assert_close(found[name], wanted[name])
+        assert len(actual[name]) == len(expected[name]) > 1
+        torch.testing.assert_close(actual[name], expected[name])
 
 
 def test_another_dtype_takes_the_stock_path():
     model = tiny("Qwen3", torch.float64)
-    wanted = step(model)
+    expected = step(model)
     fuse_layers(model)
     with counted() as calls:
-        assert_same(step(model), wanted, 1e-12)
+        assert_same(step(model), expected, 1e-12)
     assert not calls
 
 
@@ -210,13 +210,13 @@ def test_weights_in_fp32_under_activations_in_bf16():
         if "norm" in name:
             parameter.data = parameter.data.float()
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = step(model)
+        expected = step(model)
         fuse_layers(model)
         with counted() as calls:
-            found = step(model)
+            actual = step(model)
     assert calls["add_rms_norm"] == calls["qk_norm_rope"] == 2
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-2, atol=0)
-    assert {g.dtype for g in found.gradients.values()} == {torch.bfloat16, torch.float32}
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-2, atol=0)
+    assert {g.dtype for g in actual.gradients.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_functional_transformations_take_the_stock_path():
@@ -244,14 +244,14 @@ def test_a_model_on_the_meta_device_can_be_fused():
 )
 def test_beside_a_patched_loss(attach):
     model, stock = tiny("Gemma2"), tiny("Gemma2")
-    wanted = step(stock)
+    expected = step(stock)
     undo = [each(model) for each in attach]
     with counted() as calls:
-        assert_same(step(model), wanted, 1e-5)
+        assert_same(step(model), expected, 1e-5)
     assert calls["rms_norm_add"] == 4 and calls["gated"] == 2
     for each in undo:
         each()
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
     assert classes_of(model) == classes_of(stock)
 
 
@@ -274,9 +274,9 @@ def test_a_failure_in_between_leaves_the_model_as_it_was(monkeypatch):
 def test_arguments_by_name():
     model, x = tiny("Qwen3"), torch.randn(2, 32)
     norm = model.model.norm
-    wanted = norm(x)
+    expected = norm(x)
     fuse_layers(model)
-    torch.testing.assert_close(norm(hidden_states=x), wanted)
+    torch.testing.assert_close(norm(hidden_states=x), expected)
     with pytest.raises(TypeError):
         norm(x, x)
 
@@ -308,13 +308,13 @@ def partition(model):
 
 def test_partitioned_parameters_are_gathered():
     model = tiny("Qwen3", tie_word_embeddings=False)
-    wanted = step(model)
+    expected = step(model)
     partition(model)
     assert model.model.norm.weight.numel() == 0
     # Nothing to report: the trial needs none of the weights.
     assert not fuse_layers(model).report.skipped
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     # Norms by themselves, inside of their hooks.
     assert calls["rms_norm"] == 9 and calls["add_rms_norm"] == calls["qk_norm_rope"] == 0
 
@@ -383,17 +383,17 @@ def test_code_that_is_replaced_after_fusing_takes_effect(part, monkeypatch, capl
     with counted() as all_calls:
         step(model)
     monkeypatch.setattr(namespace, name, doubled(getattr(namespace, name)))
-    wanted = step(stock)
-    assert wanted.loss != before.loss
+    expected = step(stock)
+    assert expected.loss != before.loss
     caplog.clear()
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     assert stopped <= all_calls.keys() and calls and not calls.keys() & stopped
     (record,) = caplog.records
     assert f".{name} was replaced after fuse_layers" in record.getMessage()
     # A model that is fused with the new code in place.
     fuse_layers(later)
-    assert_same(step(later), wanted)
+    assert_same(step(later), expected)
     monkeypatch.undo()
     with counted() as calls:
         assert_same(step(model), before)

@@ -13,14 +13,14 @@ from tests.layers.tiny import Step, assert_same, counted, step, tiny
 from tests.ranks import in_processes
 
 
-def whole(found: Step) -> Step:
-    gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.gradients.items()}
-    return Step(found.loss, gradients)
+def whole(actual: Step) -> Step:
+    gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in actual.gradients.items()}
+    return Step(actual.loss, gradients)
 
 
 def sharded(folder: str) -> dict:
     """FSDP2: fused before and after, one norm wrapped by itself; and undone while it is sharded."""
-    found = {}
+    actual = {}
     for order in ("stock", "fused before", "fused after"):
         model = tiny("Qwen3")
         undo = fuse_layers(model) if order == "fused before" else None
@@ -31,26 +31,26 @@ def sharded(folder: str) -> dict:
         if order == "fused after":
             undo = fuse_layers(model)
         with counted() as calls:
-            found[order] = whole(step(model))
-        found[f"{order}, names"] = {type(module).__name__ for module in model.modules()}
-        found[f"{order}, calls"] = calls
+            actual[order] = whole(step(model))
+        actual[f"{order}, names"] = {type(module).__name__ for module in model.modules()}
+        actual[f"{order}, calls"] = calls
         if undo is not None:
             undo()
-            found[f"{order}, undone"] = whole(step(model))
-    return found
+            actual[f"{order}, undone"] = whole(step(model))
+    return actual
 
 
 def parallel(folder: str) -> dict:
     """A plan of transformers: q_norm's gradient is summed over the ranks, inside its instance's forward."""
-    found = {}
+    actual = {}
     for kind in ("stock", "fused"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
         # transformers 5.17 sums in a hook, which ours honour; later ones replace the forward pass.
-        found["in a hook"] = bool(model.model.layers[0].self_attn.q_norm._backward_hooks)
+        actual["in a hook"] = bool(model.model.layers[0].self_attn.q_norm._backward_hooks)
         if kind == "fused":
-            found["report"] = fuse_layers(model).report
-        found[kind] = whole(step(model))
-    return found
+            actual["report"] = fuse_layers(model).report
+        actual[kind] = whole(step(model))
+    return actual
 
 
 def with_adapters() -> torch.nn.Module:
@@ -61,7 +61,7 @@ def with_adapters() -> torch.nn.Module:
 
 def lora(folder: str) -> dict:
     """LoRA under FSDP2, with one A that is wrapped by itself, and under DDP."""
-    found = {}
+    actual = {}
     for order in ("stock", "fused before", "fused after"):
         model = with_adapters()
         handle = fuse_layers(model) if order == "fused before" else None
@@ -72,13 +72,13 @@ def lora(folder: str) -> dict:
         fully_shard(model)
         if order == "fused after":
             handle = fuse_layers(model)
-        found[order] = whole(step(model))
-        found[f"{order}, reasons"] = dict(handle.report.stock_calls) if handle else {}
+        actual[order] = whole(step(model))
+        actual[f"{order}, reasons"] = dict(handle.report.stock_calls) if handle else {}
     model = with_adapters()
     report = fuse_layers(model).report
-    found["DDP"] = step(DistributedDataParallel(model))
-    found["DDP, reasons"] = dict(report.stock_calls)
-    return found
+    actual["DDP"] = step(DistributedDataParallel(model))
+    actual["DDP, reasons"] = dict(report.stock_calls)
+    return actual
 
 
 def both(folder: str) -> tuple[dict, dict, dict]:
@@ -95,23 +95,23 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("order", ["fused before", "fused after"])
 def test_fsdp2(ranks, rank, order):
-    found, wanted = ranks[rank][0], step(tiny("Qwen3"))
-    assert_same(found["stock"], wanted)
-    assert_same(found[order], wanted)
-    assert_same(found[f"{order}, undone"], wanted)
-    assert found[f"{order}, names"] == found["stock, names"] >= {"FSDPQwen3DecoderLayer"}
+    actual, expected = ranks[rank][0], step(tiny("Qwen3"))
+    assert_same(actual["stock"], expected)
+    assert_same(actual[order], expected)
+    assert_same(actual[f"{order}, undone"], expected)
+    assert actual[f"{order}, names"] == actual["stock, names"] >= {"FSDPQwen3DecoderLayer"}
     # The norm that was wrapped by itself gathers its weight in hooks: nothing goes around them.
-    assert found[f"{order}, calls"] == {"rms_norm": 4, "add_rms_norm": 1, "qk_norm_rope": 2, "gated": 2}
+    assert actual[f"{order}, calls"] == {"rms_norm": 4, "add_rms_norm": 1, "qk_norm_rope": 2, "gated": 2}
 
 
 @pytest.mark.parametrize("rank", range(2))
 def test_a_tensor_parallel_plan(ranks, rank):
-    found, wanted = ranks[rank][1], step(tiny("Qwen3"))
-    assert_same(found["stock"], wanted)
-    assert_same(found["fused"], wanted)
-    report = found["report"]
+    actual, expected = ranks[rank][1], step(tiny("Qwen3"))
+    assert_same(actual["stock"], expected)
+    assert_same(actual["fused"], expected)
+    report = actual["report"]
     attention = report.fused["model.layers.0.self_attn"]
-    if found["in a hook"]:
+    if actual["in a hook"]:
         assert not report.skipped and attention == ("q_norm, k_norm and the rotation after them",)
         return
     norms = [f"model.layers.{layer}.self_attn.{norm}" for layer in range(2) for norm in ("q_norm", "k_norm")]
@@ -121,11 +121,11 @@ def test_a_tensor_parallel_plan(ranks, rank):
 
 @pytest.mark.parametrize("rank", range(2))
 def test_lora_layers(ranks, rank):
-    found, wanted = ranks[rank][2], step(with_adapters())
+    actual, expected = ranks[rank][2], step(with_adapters())
     for order in ("stock", "fused before", "fused after"):
-        assert_same(found[order], wanted, 1e-5)
-    names = {name.removeprefix("module."): x for name, x in found["DDP"].gradients.items()}
-    assert_same(Step(found["DDP"].loss, names), wanted, 1e-5)
-    assert found["DDP, reasons"] == {}
+        assert_same(actual[order], expected, 1e-5)
+    names = {name.removeprefix("module."): x for name, x in actual["DDP"].gradients.items()}
+    assert_same(Step(actual["DDP"].loss, names), expected, 1e-5)
+    assert actual["DDP, reasons"] == {}
     for order in ("fused before", "fused after"):
-        assert sum(found[f"{order}, reasons"].values()) == 1
+        assert sum(actual[f"{order}, reasons"].values()) == 1

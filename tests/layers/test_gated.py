@@ -59,8 +59,8 @@ def test_far_from_zero(activation):
     b = torch.full_like(a, 3.0).requires_grad_()
     out, expected = gated(a, b, activation=activation), stock(a, b, activation)
     torch.testing.assert_close(out, expected)
-    found, wanted = (torch.autograd.grad(y.sum(), (a, b)) for y in (out, expected))
-    torch.testing.assert_close(found, wanted)
+    actual, wanted = (torch.autograd.grad(y.sum(), (a, b)) for y in (out, expected))
+    torch.testing.assert_close(actual, wanted)
 
 
 @activations
@@ -68,10 +68,10 @@ def test_far_from_zero(activation):
 def test_rounds_where_the_model_does(dtype, activation):
     """Nearly every number has the model's bits; with act(a) unrounded, a quarter of them would not."""
     given = operands((8, 512), (dtype, dtype))
-    found = outcome(lambda a, b: gated(a, b, activation=activation), given)
+    actual = outcome(lambda a, b: gated(a, b, activation=activation), given)
     expected = outcome(lambda a, b: stock(a, b, activation), given)
     for name in ("result 0", "d_b"):
-        assert (found[name] == expected[name]).double().mean() > 0.95, name
+        assert (actual[name] == expected[name]).double().mean() > 0.95, name
 
 
 @pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU, or the interpreter")
@@ -79,11 +79,11 @@ def test_any_length_fits_the_grid(monkeypatch):
     """CUDA allows 2^31 - 1 blocks along the first dimension and 65,535 along the others."""
     from logitless.layers import gated_triton
 
-    found = []
+    actual = []
 
     class Grid:
         def __getitem__(self, grid):
-            found.append(grid)
+            actual.append(grid)
             return lambda *args, **options: None
 
     monkeypatch.setattr(gated_triton, "gated_kernel", Grid())
@@ -91,4 +91,4 @@ def test_any_length_fits_the_grid(monkeypatch):
         x = torch.empty(shape, device="meta")
         gated_triton.forward(x, x, "silu")
         gated_triton.forward(x[..., : shape[1] // 2], x[..., shape[1] // 2 :], "silu")
-    assert all(len(grid) == 1 and grid[0] < 2**31 for grid in found), found
+    assert all(len(grid) == 1 and grid[0] < 2**31 for grid in actual), actual

@@ -109,9 +109,9 @@ def test_rounds_where_the_model_does(module, dtypes):
     """Nearly every number has the model's bits; rounded once more or less, a quarter would not."""
     given = operands((16, 512), DTYPES[dtypes])
     ours, _, stock = variants(module, 512, 4)
-    found, expected = outcome(ours, given), outcome(stock, given)
-    assert found["result 0"].dtype == expected["result 0"].dtype
-    assert (found["result 0"] == expected["result 0"]).double().mean() > 0.99
+    actual, expected = outcome(ours, given), outcome(stock, given)
+    assert actual["result 0"].dtype == expected["result 0"].dtype
+    assert (actual["result 0"] == expected["result 0"]).double().mean() > 0.99
 
 
 @modules
@@ -137,8 +137,8 @@ def test_far_from_zero(module):
     gate = torch.tensor(values, device=DEVICE)
     given = {"x": randn(10, seed=0), "gate": gate, "weight": randn(10, seed=1)}
     ours, _, stock = variants(module, 10, 1)
-    found, expected = outcome(ours, given), outcome(stock, given)
-    for name, x in found.items():
+    actual, expected = outcome(ours, given), outcome(stock, given)
+    for name, x in actual.items():
         torch.testing.assert_close(x, expected[name])
 
 
@@ -153,6 +153,6 @@ def test_without_a_weight():
     given = {name: x for name, x in operands((4, 7, 24), DTYPES["fp32"]).items() if name != "weight"}
     ones = torch.ones(24, device=DEVICE)
     for options in ({}, {"gate_first": True, "group_size": 8}):
-        found = outcome(lambda **x: gated_rms_norm(**x, **options), given)
+        actual = outcome(lambda **x: gated_rms_norm(**x, **options), given)
         expected = outcome(lambda **x: gated_rms_norm(**x, weight=ones, **options), given)
-        assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+        assert actual.keys() == expected.keys() and all(torch.equal(actual[n], expected[n]) for n in actual)

@@ -37,15 +37,15 @@ def test_models(name):
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has none")
     model, stock = tiny(name), tiny(name)
-    wanted, norms = step(stock), gated_norms(model)
+    expected, norms = step(stock), gated_norms(model)
     undo = fuse_layers(model)
     assert norms and all(undo.report.fused[norm] == ("gated norm",) for norm in norms)
     with counted() as calls:
-        assert_same(step(model), wanted, 1e-5)
+        assert_same(step(model), expected, 1e-5)
     assert calls["gated_rms_norm"] == len(norms)
     undo()
-    found = step(model)
-    assert all(torch.equal(found.gradients[name], x) for name, x in wanted.gradients.items())
+    actual = step(model)
+    assert all(torch.equal(actual.gradients[name], x) for name, x in expected.gradients.items())
 
 
 def test_the_error_of_models_in_bf16_is_that_of_the_stock_models():
@@ -61,14 +61,14 @@ def test_the_error_of_models_in_bf16_is_that_of_the_stock_models():
 
 def test_copies_and_files_of_a_model():
     model = tiny("Mamba2ForCausalLM")
-    wanted = step(model)
+    expected = step(model)
     fuse_layers(model)
     with counted() as calls:
-        assert_same(step(copy.deepcopy(model)), wanted)
+        assert_same(step(copy.deepcopy(model)), expected)
     assert calls["gated_rms_norm"] == 2
     restored = pickle.loads(pickle.dumps(model))
     assert not any(state_of(module, KEY) for module in restored.modules())
-    assert_same(step(restored), wanted)
+    assert_same(step(restored), expected)
 
 
 def fused(module: nn.Module) -> nn.Module:
@@ -107,10 +107,10 @@ def test_hooks_and_the_addition_before_a_norm_whose_gate_is_left_out():
 
     block, x = Block(), torch.randn(2, 3, 32)
     block.first.register_forward_hook(lambda module, inputs, output: 2 * output)
-    wanted = block(x, x)
+    expected = block(x, x)
     report = fuse_layers(block).report
     assert report.fused == {"norm": ("gated norm",), "first": ("gated norm",)}
-    torch.testing.assert_close(block(x, x), wanted)
+    torch.testing.assert_close(block(x, x), expected)
 
 
 def test_an_activation_of_the_table_that_is_replaced_later(monkeypatch, caplog):

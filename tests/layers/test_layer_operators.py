@@ -41,8 +41,8 @@ class Operator:
         return {name: randn(*size, seed=i, dtype=dtype) for i, (name, size) in enumerate(shapes.items())}
 
     def results(self, **operands: Tensor) -> tuple[Tensor, ...]:
-        found = self.call(**operands)
-        return found if isinstance(found, tuple) else (found,)
+        actual = self.call(**operands)
+        return actual if isinstance(actual, tuple) else (actual,)
 
 
 def shape_of(name: str, first: tuple[int, ...]) -> tuple[int, ...]:
@@ -112,10 +112,10 @@ def test_strided_operands_and_gradients(operator, kind, dtype):
     views = {name: strided(x, "every other" if x.dim() == 1 else kind) for name, x in leaves.items()}
     results = operator.results(**views)
     upstream = [strided(x, kind) for x in upstream_of(results)]
-    found = torch.autograd.grad(results, list(leaves.values()), upstream)
+    actual = torch.autograd.grad(results, list(leaves.values()), upstream)
     for i, y in enumerate(results):
         torch.testing.assert_close(y, expected[f"result {i}"])
-    for name, gradient in zip(leaves, found, strict=True):
+    for name, gradient in zip(leaves, actual, strict=True):
         torch.testing.assert_close(gradient, expected[f"d_{name}"])
 
 
@@ -125,19 +125,19 @@ def test_one_strided_operand(operator):
     expected = outcome(operator.call, given)
     for only in given:
         kind = "every other" if given[only].dim() == 1 else "sliced"
-        found = outcome(lambda **x: operator.call(**x | {only: strided(x[only], kind)}), given)
-        for name, x in found.items():
+        actual = outcome(lambda **x: operator.call(**x | {only: strided(x[only], kind)}), given)
+        for name, x in actual.items():
             torch.testing.assert_close(x, expected[name])
 
 
 @operators
 def test_expanded_gradients(operator):
     leaves = leaves_of(operator.operands())
-    found = torch.autograd.grad(sum(y.sum() for y in operator.results(**leaves)), list(leaves.values()))
+    actual = torch.autograd.grad(sum(y.sum() for y in operator.results(**leaves)), list(leaves.values()))
     results = operator.results(**leaves)
     ones = [torch.ones_like(y) for y in results]
     expected = torch.autograd.grad(results, list(leaves.values()), ones)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -146,11 +146,11 @@ def test_one_of_the_two_results_used(operator, used):
     leaves = leaves_of(operator.operands())
     results = operator.results(**leaves)
     upstream = upstream_of(results)
-    found = torch.autograd.grad(results[used], list(leaves.values()), upstream[used], allow_unused=True)
+    actual = torch.autograd.grad(results[used], list(leaves.values()), upstream[used], allow_unused=True)
     results = operator.results(**leaves)
     upstream[1 - used] = torch.zeros_like(upstream[1 - used])
     expected = torch.autograd.grad(results, list(leaves.values()), upstream)
-    for name, a, b in zip(leaves, found, expected, strict=True):
+    for name, a, b in zip(leaves, actual, expected, strict=True):
         assert (a is None) == (not b.any()), name
         if a is not None:
             torch.testing.assert_close(a, b)
@@ -162,9 +162,9 @@ def test_frozen_operands(operator):
     expected = outcome(operator.call, given)
     results = {name for name in expected if name.startswith("result")}
     for trained in given:
-        found = outcome(operator.call, given, frozen=tuple(name for name in given if name != trained))
-        assert set(found) == results | {f"d_{trained}"}
-        for name, x in found.items():
+        actual = outcome(operator.call, given, frozen=tuple(name for name in given if name != trained))
+        assert set(actual) == results | {f"d_{trained}"}
+        for name, x in actual.items():
             assert torch.equal(x, expected[name]), name
 
 
@@ -206,9 +206,9 @@ def test_saved(operator):
 def test_no_elements(operator):
     shape = (0, *operator.shape[1:])
     given = operator.operands(BF16, shape)
-    found = outcome(operator.call, given)
-    assert not any(x.any() for x in found.values())
-    assert {name: x.shape for name, x in given.items()} == {name: found[f"d_{name}"].shape for name in given}
+    actual = outcome(operator.call, given)
+    assert not any(x.any() for x in actual.values())
+    assert {name: x.shape for name, x in given.items()} == {name: actual[f"d_{name}"].shape for name in given}
 
 
 @operators
@@ -232,8 +232,8 @@ def test_no_second_derivative(operator):
 def test_compiles_into_one_graph(operator):
     given = operator.operands(BF16)
     expected = outcome(operator.call, given)
-    found = outcome(torch.compile(operator.call, backend="aot_eager", fullgraph=True), given)
-    for name, x in found.items():
+    actual = outcome(torch.compile(operator.call, backend="aot_eager", fullgraph=True), given)
+    for name, x in actual.items():
         assert x.dtype == expected[name].dtype
         torch.testing.assert_close(x, expected[name], atol=0.1, rtol=0.02)
 
@@ -270,8 +270,8 @@ def test_addresses_in_64_bits(name, dimension):
         upstream = upstream_of(results)
         apart.copy_(upstream[which])
         upstream[which] = apart
-        found = torch.autograd.grad(results, list(leaves.values()), upstream)
-        assert all(torch.equal(g, expected[f"d_{each}"]) for each, g in zip(leaves, found)), which
+        actual = torch.autograd.grad(results, list(leaves.values()), upstream)
+        assert all(torch.equal(g, expected[f"d_{each}"]) for each, g in zip(leaves, actual)), which
 
 
 # -- what is refused: the operator, what is changed in its call, and the message

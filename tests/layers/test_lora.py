@@ -74,16 +74,16 @@ def outcome(model: nn.Module, dtype: torch.dtype = FP32, seed: int = 5) -> dict[
     return {"first": results[0], "second": results[1], "x": x.grad} | gradients
 
 
-def assert_equal_outcomes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype and value.norm() > 0, name
-        distance = (found[name] - value).norm() / value.norm()
+def assert_equal_outcomes(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype and value.norm() > 0, name
+        distance = (actual[name] - value).norm() / value.norm()
         assert distance <= 1e-6, f"{name}: {distance:.1e}"
 
 
-def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    return {name: ((found[name].double() - t).norm() / t.norm()).item() for name, t in truth.items()}
+def errors(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    return {name: ((actual[name].double() - t).norm() / t.norm()).item() for name, t in truth.items()}
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, floa
 def test_results_and_gradients_in_fp32_are_those_of_peft(options):
     options = dict(options)
     model = block(bias=options.pop("bias", False), **options)
-    wanted = outcome(model)
+    expected = outcome(model)
     report = fuse_layers(model).report
     assert list(report.fused.values()) == [("LoRA",), ("LoRA",), ("first, second of one input",)]
-    assert_equal_outcomes(outcome(model), wanted)
+    assert_equal_outcomes(outcome(model), expected)
     model.eval()
     fused = outcome(model)
-    assert options.get("lora_dropout") is None or not torch.equal(fused["first"], wanted["first"])
+    assert options.get("lora_dropout") is None or not torch.equal(fused["first"], expected["first"])
     assert not report.stock_calls
 
 
@@ -128,13 +128,13 @@ def test_the_error_in_bf16_is_at_most_that_of_peft(base, adapters, x, autocast, 
         parameter.data = parameter.data.bfloat16().to(parameter.dtype)
     truths = [outcome(copy.deepcopy(model).double(), FP64, seed) for seed in range(4)]
     with torch.autocast("cpu", BF16, enabled=autocast):
-        found = {"PEFT": [outcome(model, x, seed) for seed in range(4)]}
+        actual = {"PEFT": [outcome(model, x, seed) for seed in range(4)]}
         report = fuse_layers(model).report
-        found["fused"] = [outcome(model, x, seed) for seed in range(4)]
+        actual["fused"] = [outcome(model, x, seed) for seed in range(4)]
     assert not report.stock_calls
     for name in truths[0]:
-        assert found["fused"][0][name].dtype == found["PEFT"][0][name].dtype, name
-    pairs = {who: [errors(a, t) for a, t in zip(found[who], truths)] for who in found}
+        assert actual["fused"][0][name].dtype == actual["PEFT"][0][name].dtype, name
+    pairs = {who: [errors(a, t) for a, t in zip(actual[who], truths)] for who in actual}
     mean = {who: {n: sum(e[n] for e in many) / 4 for n in truths[0]} for who, many in pairs.items()}
     ratios = {name: mean["fused"][name] / mean["PEFT"][name] for name in truths[0]}
     assert min(mean["PEFT"].values()) > 1e-4
@@ -160,8 +160,8 @@ def test_losses_and_gradients_of_a_model_are_those_of_peft(options):
     assert len(projections) == sum(type(m) is peft.tuners.lora.Linear for m in stock.modules()) > 2
     for each in (stock, model):
         torch.manual_seed(3)
-        each.found = step(each)
-    assert_same(model.found, stock.found)
+        each.result = step(each)
+    assert_same(model.result, stock.result)
     assert not fused.report.stock_calls
 
 
@@ -170,11 +170,11 @@ def test_checkpointing_draws_the_same_masks_again(reentrant):
     model = adapted(tiny("Qwen3"), lora_dropout=0.3)
     model.enable_input_require_grads()
     torch.manual_seed(3)
-    wanted = step(model)
+    expected = step(model)
     fuse_layers(model)
     model.get_base_model().gradient_checkpointing_enable({"use_reentrant": reentrant})
     torch.manual_seed(3)
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
 
 
 def test_what_is_done_with_adapters_after_fusing():
@@ -186,8 +186,8 @@ def test_what_is_done_with_adapters_after_fusing():
     def check(reason: str | None, **kwargs: object) -> None:
         report.stock_calls.clear()
         with torch.no_grad():
-            found, expected = (each(IDS, use_cache=False, **kwargs).logits for each in (model, stock))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            actual, expected = (each(IDS, use_cache=False, **kwargs).logits for each in (model, stock))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         assert dict(report.stock_calls) == ({} if reason is None else {reason: 4})
 
     check(None)
@@ -275,11 +275,11 @@ def test_changes_of_a_part_run_pefts_code(name):
     report = fuse_layers(model).report
     for each in (model, stock):
         change(each.get_base_model().first)
-    found, wanted = outcome(model), outcome(stock)
-    assert_equal_outcomes(found, wanted)
+    actual, expected = outcome(model), outcome(stock)
+    assert_equal_outcomes(actual, expected)
     assert [reason in known for known in report.stock_calls] == [True] and report.stock_calls.total() == 1
-    assert found.keys() != plain.keys() or any(
-        found[key].dtype != plain[key].dtype or not torch.allclose(found[key], plain[key]) for key in plain
+    assert actual.keys() != plain.keys() or any(
+        actual[key].dtype != plain[key].dtype or not torch.allclose(actual[key], plain[key]) for key in plain
     )
 
 
@@ -307,9 +307,9 @@ def test_a_parameter_that_was_replaced_is_used(part, how):
         replaced(layer, "weight", how)
         if layer.bias is not None:
             replaced(layer, "bias", how)
-    found = outcome(model)
-    assert_equal_outcomes(found, outcome(stock))
-    assert not report.stock_calls and not torch.equal(found["first"], before["first"])
+    actual = outcome(model)
+    assert_equal_outcomes(actual, outcome(stock))
+    assert not report.stock_calls and not torch.equal(actual["first"], before["first"])
 
 
 def test_a_base_weight_that_changes_before_the_backward_pass_is_an_error():
@@ -326,27 +326,29 @@ def test_inference_tensors():
     with torch.inference_mode():
         model = block(bias=True)
         x = torch.randn(3, 24)
-        wanted = model(x)
+        expected = model(x)
         report = fuse_layers(model).report
-        torch.testing.assert_close(model(x), wanted)
+        torch.testing.assert_close(model(x), expected)
     assert not report.stock_calls
 
 
 def test_hooks_on_a_fused_layer_run():
     model, seen = block(), []
     fuse_layers(model)
-    wanted = outcome(model)
+    expected = outcome(model)
     model.get_base_model().first.register_forward_hook(lambda m, args, y: seen.append(len(args)) or y * 2)
-    found = outcome(model)
-    assert seen == [1] and torch.equal(found["first"], 2 * wanted["first"])
+    actual = outcome(model)
+    assert seen == [1] and torch.equal(actual["first"], 2 * expected["first"])
 
 
 def test_a_forward_pass_that_replaces_pefts_is_run(monkeypatch):
     model = block()
     report = fuse_layers(model).report
     monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda self, x: self.base_layer(x) + 1)
-    found, base = model(torch.ones(2, 24)), model.get_base_model().first.base_layer(torch.ones(2, 24)) + 1
-    assert torch.equal(found[0], base) and dict(report.stock_calls) == {"PEFT's forward pass was replaced": 2}
+    actual, base = model(torch.ones(2, 24)), model.get_base_model().first.base_layer(torch.ones(2, 24)) + 1
+    assert torch.equal(actual[0], base) and dict(report.stock_calls) == {
+        "PEFT's forward pass was replaced": 2
+    }
     other = block()
     with pytest.raises(ValueError, match="2 Linear: its results differ from those of plain LoRA"):
         fuse_layers(other)
@@ -363,12 +365,12 @@ def test_a_forward_pass_that_replaces_pefts_is_run(monkeypatch):
 )
 def test_what_is_left_to_peft_is_reported(options, reason):
     model = adapted(tiny("Qwen2"), **options)
-    wanted = step(model)
+    expected = step(model)
     report = fuse_layers(model).report
     names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     assert names and {report.skipped.pop(name) for name in names} == {reason} and not report.skipped
     assert not any(name in report.fused for name in names)
-    assert_same(step(model), wanted)
+    assert_same(step(model), expected)
 
 
 def test_a_decorated_forward_pass_is_left_to_peft(monkeypatch):
@@ -412,10 +414,10 @@ def test_a_frozen_matrix_has_no_gradient(frozen):
     for name, parameter in model.named_parameters():
         if frozen in name:
             parameter.requires_grad_(False)
-    wanted = outcome(model)
+    expected = outcome(model)
     fuse_layers(model)
-    assert_equal_outcomes(outcome(model), wanted)
-    assert not any(frozen in name for name in wanted)
+    assert_equal_outcomes(outcome(model), expected)
+    assert not any(frozen in name for name in expected)
     x = torch.randn(500, 24, dtype=BF16)
     # x is saved for the gradient of A alone.
     assert (cost(model, x)[1] < x.nbytes) == (frozen == "lora_A")
@@ -477,8 +479,8 @@ def test_undone_layers_are_those_of_peft_to_the_bit():
     model, stock = adapted(tiny("Llama")), adapted(tiny("Llama"))
     fuse_layers(model)()
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
-    found, wanted = step(model), step(stock)
-    assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+    actual, expected = step(model), step(stock)
+    assert all(torch.equal(actual.gradients[name], expected.gradients[name]) for name in expected.gradients)
     with pytest.raises(ValueError, match="expected one that is not fused"):
         fuse_layers(model)
         fuse_layers(model)
@@ -486,12 +488,12 @@ def test_undone_layers_are_those_of_peft_to_the_bit():
 
 def test_copies_and_files(tmp_path):
     model = block()
-    wanted = outcome(model)
+    expected = outcome(model)
     fused = fuse_layers(model)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         layer_of(copied, "first").lora_B.default.weight.zero_()
-    assert_equal_outcomes(outcome(model), wanted)
+    assert_equal_outcomes(outcome(model), expected)
     with copied.disable_adapter():
         copied(torch.ones(2, 24))
     assert not fused.report.stock_calls
@@ -500,7 +502,7 @@ def test_copies_and_files(tmp_path):
     model.save_pretrained(tmp_path)
     torch.manual_seed(0)
     restored = peft.PeftModel.from_pretrained(Block(), tmp_path, is_trainable=True)
-    assert_equal_outcomes(outcome(restored), wanted)
+    assert_equal_outcomes(outcome(restored), expected)
 
 
 def test_a_compiled_layer_is_pefts_in_one_graph():
@@ -509,8 +511,8 @@ def test_a_compiled_layer_is_pefts_in_one_graph():
     report = fuse_layers(model).report
     compiled = torch.compile(model.get_base_model(), backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 24)
-    for found, expected in zip(compiled(x), model(x)):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(compiled(x), model(x)):
+        torch.testing.assert_close(actual, expected)
     assert not report.stock_calls
     assert_equal_outcomes(outcome(model), wanted)
 
@@ -527,11 +529,11 @@ def test_under_an_activation_budget_x_is_recomputed(autocast):
         if is_fused:
             fuse_layers(model)
         with torch.autocast("cpu", BF16, enabled=autocast):
-            wanted = step(model)
+            expected = step(model)
             fitted = fit_activations(model, "1GiB")
             step(model)
             step(model)
-            assert_same(step(model), wanted, 1e-12)
+            assert_same(step(model), expected, 1e-12)
         costs[is_fused] = fitted.costs[0][0]
     # Without autocast, the A of a group are copied into one matrix.
     limit = 0.6 if autocast else 1.2
@@ -554,10 +556,10 @@ def test_the_probe_of_a_patched_loss_is_not_counted(caplog):
 
 def test_beside_a_patched_loss():
     model = adapted(tiny("Qwen2"), target_modules=["q_proj", "lm_head"])
-    wanted = step(model)
+    expected = step(model)
     fused = fuse_layers(model)
     patch_model(model)
-    assert_same(step(model), wanted, 1e-5)
+    assert_same(step(model), expected, 1e-5)
     assert not fused.report.stock_calls
 
 
@@ -574,9 +576,9 @@ def memory_filled_with_nan() -> Iterator[None]:
 def test_projections_of_one_input_in_one_operator(options):
     model = block(bias=True, rank_pattern={"second": 3}, **options)
     layers = [layer_of(model, name) for name in ("first", "second")]
-    wanted = outcome(model)
+    expected = outcome(model)
     model.forward = lambda x: lora.apply_projections(x, [lora.read_projection(layer, x) for layer in layers])
-    assert_equal_outcomes(outcome(model), wanted)
+    assert_equal_outcomes(outcome(model), expected)
     # AdamW would decay the weights of a projection that is not used if it had a gradient of zeros.
     for used, name in enumerate(("first", "second")):
         model.zero_grad(set_to_none=True)
@@ -787,36 +789,38 @@ def test_projections_are_grouped_where_nothing_else_changes(cls, p, monkeypatch)
         lora, "apply_projections", lambda x, layers: sizes.append(len(layers)) or project(x, layers)
     )
     model = projected(cls, lora_dropout=p)
-    wanted, gradients = two_inputs(model)
+    expected, gradients = two_inputs(model)
     fused = fuse_layers(model)
     assert fused.report.fused.get("base_model.model", ()) == GROUPED[cls]
-    found = two_inputs(model)
+    actual = two_inputs(model)
     assert sorted(n for n in set(sizes) if n > 1) == sorted({g.count(",") + 1 for g in GROUPED[cls]})
-    assert found[1].keys() == gradients.keys()
+    assert actual[1].keys() == gradients.keys()
     if p == 0 or cls is not TwoInputs:  # whose masks are drawn in another order
-        torch.testing.assert_close(found, (wanted, gradients))
+        torch.testing.assert_close(actual, (expected, gradients))
     # The rewritten code without results of a group.
     model.get_base_model().first.register_forward_hook(lambda *args: None)
     model.get_base_model().second.register_forward_hook(lambda *args: None)
     sizes.clear()
-    torch.testing.assert_close(two_inputs(model), (wanted, gradients))
+    torch.testing.assert_close(two_inputs(model), (expected, gradients))
     assert set(sizes) == {1}
     fused()
     again, same = two_inputs(model)
-    assert torch.equal(again, wanted) and all(torch.equal(same[name], gradients[name]) for name in gradients)
+    assert torch.equal(again, expected) and all(
+        torch.equal(same[name], gradients[name]) for name in gradients
+    )
 
 
 def test_a_member_of_a_group_that_would_run_other_code_runs_it(monkeypatch):
     model, calls = projected(Attention), []
     first = model.get_base_model().first
     fused = fuse_layers(model)
-    wanted, _ = two_inputs(model)
+    expected, _ = two_inputs(model)
     handles = [layer.register_forward_hook(lambda m, args, y: calls.append(m)) for layer in (first,)]
-    assert torch.allclose(two_inputs(model)[0], wanted, atol=1e-5) and calls == [first]
+    assert torch.allclose(two_inputs(model)[0], expected, atol=1e-5) and calls == [first]
     handles[0].remove()
     first.forward = lambda x: torch.zeros_like(x)
     zero = two_inputs(model)[0]
-    assert not torch.allclose(zero, wanted)
+    assert not torch.allclose(zero, expected)
     del first.forward
     undo = exchange(first, "other", lambda module, state, original, x: 0 * original(x), None)
     assert torch.allclose(two_inputs(model)[0], zero, atol=1e-6)
@@ -853,8 +857,8 @@ def test_groups_of_a_model(family):
     assert parts == {"q_proj, k_proj, v_proj of one input", "gate_proj, up_proj of one input"}
     for each in (stock, model):
         torch.manual_seed(3)
-        each.found = step(each)
-    assert_same(model.found, stock.found, 1e-5)
+        each.result = step(each)
+    assert_same(model.result, stock.result, 1e-5)
     assert not fused.report.stock_calls
 
 
@@ -926,12 +930,12 @@ def test_a_base_in_4_bits(peft_4bit):
             parameter.data = parameter.data.float()
     model.train()
     with torch.autocast("cpu", BF16):
-        wanted = outcome(model, BF16)
+        expected = outcome(model, BF16)
         stock_cost = cost(model, torch.randn(500, 24, dtype=BF16))
         fused = fuse_layers(model)
-        found = outcome(model, BF16)
-        assert found.keys() == wanted.keys() and len(wanted) == 7
-        assert max(errors(found, {name: x.double() for name, x in wanted.items()}).values()) < 1e-2
+        actual = outcome(model, BF16)
+        assert actual.keys() == expected.keys() and len(expected) == 7
+        assert max(errors(actual, {name: x.double() for name, x in expected.items()}).values()) < 1e-2
         count, saved = cost(model, torch.randn(500, 24, dtype=BF16))
     assert list(fused.report.fused.values()) == [("LoRA",), ("LoRA",), BOTH] and not fused.report.stock_calls
     # No matrix in bf16 is kept.

@@ -19,8 +19,8 @@ def as_bools(masks: Tensor, columns: int) -> Tensor:
     return (masks[..., col // 128 * 16 + col % 16] >> (col % 128 // 16)) % 2 == 1
 
 
-def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    distance = (found.double() - expected).norm() / expected.norm()
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    distance = (actual.double() - expected).norm() / expected.norm()
     assert distance < tolerance, f"{distance:.1e}"
 
 
@@ -57,7 +57,7 @@ def test_results_and_gradients(rows, columns, ranks, ps, dtype, x_dtype, monkeyp
     with torch.autocast(DEVICE.type, BF16, enabled=x_dtype != dtype):
         results = lora.apply_projections(x, layers)
     leaves = [x, *many_a, *many_b]
-    found = [*results, *torch.autograd.grad(results, leaves, d_ys)]
+    actual = [*results, *torch.autograd.grad(results, leaves, d_ys)]
 
     masks = [*drawn, *[torch.ones_like(drawn[0])] * (n - len(drawn))]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -66,7 +66,7 @@ def test_results_and_gradients(rows, columns, ranks, ps, dtype, x_dtype, monkeyp
         for w, mask, p, a, b in zip(weights, masks, ps, wide[1 : 1 + n], wide[1 + n :])
     ]
     expected += torch.autograd.grad(expected, wide, [d_y.double() for d_y in d_ys])
-    for each, truth in zip(found, expected, strict=True):
+    for each, truth in zip(actual, expected, strict=True):
         assert_close(each, truth.detach(), 1e-6 if dtype == FP32 else 2e-2 if dtype == BF16 else 3e-3)
 
 
@@ -110,8 +110,8 @@ def test_more_elements_than_32_bits_count(monkeypatch):
     x = randn(200, 130, seed=0, dtype=BF16)
     masks = lora_dropout.draw_masks(x, 0.5, 2, 4)
     d_h = randn(200, 8, seed=1, dtype=BF16)
-    found = lora_dropout.weight_gradient(d_h, x, masks, FP32)
+    actual = lora_dropout.weight_gradient(d_h, x, masks, FP32)
     kept = as_bools(masks, 130)
     expected = [part.double().t() @ (x.double() * m) for part, m in zip(d_h.chunk(2, 1), kept)]
-    assert seen and found.dtype == FP32
-    assert_close(found, torch.cat(expected), 1e-5)
+    assert seen and actual.dtype == FP32
+    assert_close(actual, torch.cat(expected), 1e-5)

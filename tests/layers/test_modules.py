@@ -83,8 +83,8 @@ def test_the_rotation_of_llama(positions):
     used = torch.arange(6)[None] if position_ids is None else position_ids
     cos, sin = LlamaRotaryEmbedding(LLAMA)(q, used)
     expected = apply_rotary_pos_emb(q, k, cos, sin)
-    found = RotaryEmbedding(8, base=500.0)(q, k, position_ids)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    actual = RotaryEmbedding(8, base=500.0)(q, k, position_ids)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_interleaved_rotation_of_glm():
@@ -93,8 +93,8 @@ def test_the_interleaved_rotation_of_glm():
     angles = torch.arange(6.0)[:, None] * 100.0 ** (-torch.arange(0, 4, 2) / 4)
     cos, sin = (torch.cat((x, x), -1)[None] for x in (angles.cos(), angles.sin()))
     expected = interleaved_rotation(q, k, cos, sin)
-    found = RotaryEmbedding(8, base=100.0, rotary_dim=4, interleaved=True)(q, k)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    actual = RotaryEmbedding(8, base=100.0, rotary_dim=4, interleaved=True)(q, k)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_small_model_trains():

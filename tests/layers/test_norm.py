@@ -49,14 +49,14 @@ modules = pytest.mark.parametrize("module", MODULES)
 
 def operands(shape, dtypes, *, residual=True, weight=True, bias=False) -> dict[str, Tensor | None]:
     x_dtype, residual_dtype, weight_dtype = dtypes
-    found = {"x": 2 * randn(*shape, seed=0, dtype=x_dtype)}
+    actual = {"x": 2 * randn(*shape, seed=0, dtype=x_dtype)}
     if residual:
-        found["residual"] = randn(*shape, seed=1, dtype=residual_dtype)
+        actual["residual"] = randn(*shape, seed=1, dtype=residual_dtype)
     if weight:
-        found["weight"] = 1 + randn(shape[-1], seed=2, dtype=weight_dtype) / 2
+        actual["weight"] = 1 + randn(shape[-1], seed=2, dtype=weight_dtype) / 2
     if bias:
-        found["bias"] = randn(shape[-1], seed=3, dtype=weight_dtype)
-    return found
+        actual["bias"] = randn(shape[-1], seed=3, dtype=weight_dtype)
+    return actual
 
 
 def placed(position: str, normalize, x: Tensor, residual: Tensor | None):
@@ -169,10 +169,10 @@ def test_rounds_where_the_model_does(module, position):
     """Nearly every number has the model's bits; rounded once more or less, a quarter would not."""
     given = operands((16, 512), DTYPES["bf16"], residual=position != "alone", weight=module != "llama4")
     ours, _, stock = rms_variants(module, position, 512)
-    found, expected = outcome(ours, given), outcome(stock, given)
-    for name in found:
+    actual, expected = outcome(ours, given), outcome(stock, given)
+    for name in actual:
         if name.startswith("result"):
-            assert (found[name] == expected[name]).double().mean() > 0.99, name
+            assert (actual[name] == expected[name]).double().mean() > 0.99, name
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FP16])

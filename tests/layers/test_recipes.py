@@ -31,12 +31,12 @@ class Collected:
 
 def collected(operator, *operands: Tensor | None, **options) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(result, output as it was registered, output made again) of every output with a recipe."""
-    with recipes.collecting(found := Collected()):
+    with recipes.collecting(actual := Collected()):
         results = operator(*operands, **options)
     results = results if isinstance(results, tuple) else (results,)
     with recipes.collecting(again := Collected()):
         triples = []
-        for node, outputs, make, inputs in found.added:
+        for node, outputs, make, inputs in actual.added:
             made = make(*(x if x is None else x.detach() for x in inputs))
             for index, (output, copy) in enumerate(zip(outputs, made, strict=True)):
                 result = results[index]
@@ -110,12 +110,12 @@ def test_gated_norms(dtype, gate_first):
 def test_inputs_are_what_the_operator_saves():
     x, weight = randn(4, 32, seed=0).requires_grad_(), randn(32, seed=1).requires_grad_()
     saved = set()
-    with recipes.collecting(found := Collected()):
+    with recipes.collecting(actual := Collected()):
         keep = lambda x: saved.add(x.untyped_storage().data_ptr())
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             rms_norm(x, weight)
             gated(x, x)
-    for _, _, _, inputs in found.added:
+    for _, _, _, inputs in actual.added:
         assert {x.untyped_storage().data_ptr() for x in inputs if x is not None} <= saved
 
 
@@ -123,12 +123,12 @@ def test_nothing_is_collected_elsewhere():
     import threading
 
     x, seen = randn(4, 32, seed=0), []
-    with recipes.collecting(found := Collected()):
+    with recipes.collecting(actual := Collected()):
         thread = threading.Thread(target=lambda: (seen.append(recipes.current()), gated(x)))
         thread.start()
         thread.join()
-        assert seen == [None] and not found.added
+        assert seen == [None] and not actual.added
         with recipes.collecting(inner := Collected()):
             gated(x)
         gated(x)
-    assert len(inner.added) == len(found.added) == 1
+    assert len(inner.added) == len(actual.added) == 1

@@ -333,8 +333,8 @@ def outcome(module: nn.Module, x: Tensor, r: Tensor) -> list[Tensor]:
     results = results if isinstance(results, tuple) else (results,)
     leaves = [x, r, *module.parameters()]
     total = sum((y * torch.arange(y.numel()).view(y.shape).cos()).sum() for y in results)
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [*(y.detach() for y in results), *(g for g in found if g is not None)]
+    actual = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [*(y.detach() for y in results), *(g for g in actual if g is not None)]
 
 
 def operands() -> tuple[Tensor, Tensor]:
@@ -344,9 +344,9 @@ def operands() -> tuple[Tensor, Tensor]:
 
 def fuse_and_compare(module: nn.Module, x: Tensor, r: Tensor) -> set[str]:
     """What was fused in the module's own forward pass, which computes the same as before."""
-    wanted = outcome(module, x, r)
+    expected = outcome(module, x, r)
     report = fuse_layers(module).report
-    torch.testing.assert_close(outcome(module, x, r), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outcome(module, x, r), expected, rtol=1e-5, atol=1e-5)
     return set(report.fused.get("", ()))
 
 
@@ -369,7 +369,7 @@ def test_and_so_does_its_way_around_the_operators(cls, why, monkeypatch):
     seen = []
     if why == "another dtype":
         module, x, r = module.double(), x.double(), r.double()
-    wanted = outcome(module, x, r)
+    expected = outcome(module, x, r)
     fuse_layers(module)
     for child in (module.norm, module.q_norm, module.k_norm, module.act):
         if why == "hooks":
@@ -380,7 +380,7 @@ def test_and_so_does_its_way_around_the_operators(cls, why, monkeypatch):
             child._compiled_call_impl = child._call_impl
     for name in ("add_rms_norm", "add_layer_norm", "rms_norm_add", "qk_norm_rope", "gated"):
         monkeypatch.setattr(fused_forwards, name, forbidden)
-    torch.testing.assert_close(outcome(module, x, r), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outcome(module, x, r), expected, rtol=1e-5, atol=1e-5)
     if why == "hooks" and cls in HEADS:
         assert seen == [[HEADS[cls]]] * 2
 
@@ -397,10 +397,12 @@ def test_dtypes_under_autocast(cls):
     module, (x, r) = cls(), operands()
     r = r.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = module(module.proj(x), r)
+        expected = module(module.proj(x), r)
         fuse_layers(module)
-        found = module(module.proj(x), r)
-    for y, z in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, wanted)), strict=True):
+        actual = module(module.proj(x), r)
+    for y, z in zip(
+        *(each if isinstance(each, tuple) else (each,) for each in (actual, expected)), strict=True
+    ):
         # A rotation keeps bf16 where stock goes to fp32, and attention comes back to bf16.
         assert y.dtype == z.dtype or cls is NormAfterTransposition
         torch.testing.assert_close(y.float(), z.float(), rtol=3e-2, atol=3e-2)
@@ -471,9 +473,9 @@ def test_defaults_are_those_of_the_function():
 
     module = Defaults()
     x, _ = operands()
-    wanted = module(x)
+    expected = module(x)
     fuse_layers(module)
-    torch.testing.assert_close(module(x), wanted)
+    torch.testing.assert_close(module(x), expected)
     assert inspect.signature(state_of(module, fused_forwards.KEY).value) == inspect.signature(
         Defaults.forward
     )
@@ -501,10 +503,10 @@ def test_what_cannot_be_told_from_the_source():
 
 def test_decorators_run_around_the_rewritten_forward():
     module, (x, r) = Decorated(), operands()
-    wanted = module(x, residual=r)
+    expected = module(x, residual=r)
     fuse_layers(module)
     with counted() as calls:
-        torch.testing.assert_close(module(x, residual=r), wanted)
+        torch.testing.assert_close(module(x, residual=r), expected)
     assert calls == {"add_rms_norm": 1, "gated": 1}
     with pytest.raises(TypeError, match="unexpected keyword argument 'rest'"):
         module(x, rest=r)
@@ -524,10 +526,10 @@ def test_a_decorator_that_is_not_a_closure_is_left_alone():
             return self.act(x) * r
 
     module, (x, r) = Attention(), operands()
-    wanted = module(x, r)
+    expected = module(x, r)
     report = fuse_layers(module).report
     assert report.skipped[""] == "its forward pass is wrapped by Calling"
-    assert torch.equal(module(x, r), wanted)
+    assert torch.equal(module(x, r), expected)
 
 
 def test_a_decorated_norm_is_left_alone():
@@ -538,10 +540,10 @@ def test_a_decorated_norm_is_left_alone():
 
     module, (x, r) = Plain(), operands()
     module.norm = DoubledNorm(8)
-    wanted = outcome(module, x, r)
+    expected = outcome(module, x, r)
     report = fuse_layers(module).report
     assert report.skipped["norm"] == f"its forward pass is wrapped by doubling of {__name__}"
-    assert "" not in report.fused and all(map(torch.equal, outcome(module, x, r), wanted))
+    assert "" not in report.fused and all(map(torch.equal, outcome(module, x, r), expected))
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "layer_past"])
@@ -563,7 +565,7 @@ def test_a_call_with_a_cache_and_without_gradients_runs_the_models_code(name):
 def test_experts_are_fused_where_their_forward_pass_runs(implementation):
     model = tiny("Mixtral")
     model.set_experts_implementation(implementation)
-    wanted = step(model)
+    expected = step(model)
     report = fuse_layers(model).report
     experts = {name for name, cls in report.classes.items() if cls == "MixtralExperts"}
     if implementation == "eager":
@@ -572,7 +574,7 @@ def test_experts_are_fused_where_their_forward_pass_runs(implementation):
         reason = "experts_implementation 'grouped_mm' runs other code"
         assert not experts & report.fused.keys() and {report.skipped[name] for name in experts} == {reason}
     with counted() as calls:
-        assert_same(step(model), wanted)
+        assert_same(step(model), expected)
     assert (calls["gated"] > 0) == (implementation == "eager")
 
 

@@ -104,14 +104,14 @@ def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, R: int, interleaved: boo
 
 def operands(shape, dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     B, heads, key_heads, T, D = shape
-    found = {
+    actual = {
         "q": randn(B, heads, T, D, seed=0, dtype=dtype),
         "k": 2 * randn(B, key_heads, T, D, seed=1, dtype=dtype),
     }
     if weight_dtype is not None:
-        found["q_weight"] = 1 + randn(D, seed=2, dtype=weight_dtype) / 2
-        found["k_weight"] = 1 + randn(D, seed=3, dtype=weight_dtype) / 2
-    return found
+        actual["q_weight"] = 1 + randn(D, seed=2, dtype=weight_dtype) / 2
+        actual["k_weight"] = 1 + randn(D, seed=3, dtype=weight_dtype) / 2
+    return actual
 
 
 CASES = {
@@ -186,8 +186,8 @@ def test_full_tables_need_not_repeat():
     given = operands((2, 3, 2, 4, 16), FP32)
     cos, sin = randn(2, 4, 16, seed=5), randn(2, 4, 16, seed=6)
     expected = outcome(lambda q, k: rotate_llama(q, k, cos, sin), given)
-    found = outcome(lambda q, k: rope(q, k, cos, sin), given)
-    for name, x in found.items():
+    actual = outcome(lambda q, k: rope(q, k, cos, sin), given)
+    for name, x in actual.items():
         torch.testing.assert_close(x, expected[name])
 
 
@@ -226,9 +226,9 @@ def test_queries_alone():
     given = operands((2, 3, 2, 5, 16), BF16)
     tables = angles(2, 5, 16, BF16, "halves", "shared")
     expected = outcome(lambda q, k: rope(q, k, *tables), given)
-    found = outcome(lambda q: rope(q, None, *tables)[0], {"q": given["q"]})
+    actual = outcome(lambda q: rope(q, None, *tables)[0], {"q": given["q"]})
     assert rope(given["q"], None, *tables)[1] is None
-    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    assert all(torch.equal(x, expected[name]) for name, x in actual.items())
 
 
 @pytest.mark.parametrize("weights", ["neither", "q_weight", "k_weight"])
@@ -242,8 +242,8 @@ def test_norms_without_weights(weights):
             for x, w in ((q, q_weight), (k, k_weight))
         )
 
-    found = outcome(lambda q, k, **weights: qk_norm_rope(q, k, *tables, **weights, eps=EPS), given)
-    assert_as_good(found, outcome(plain, given, dtype=FP64), outcome(plain, given))
+    actual = outcome(lambda q, k, **weights: qk_norm_rope(q, k, *tables, **weights, eps=EPS), given)
+    assert_as_good(actual, outcome(plain, given, dtype=FP64), outcome(plain, given))
 
 
 def test_gradients_of_angles():

@@ -99,26 +99,26 @@ def step(model: nn.Module, ids: Tensor = IDS, **kwargs: object) -> Step:
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=ids, **kwargs).loss
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Step(loss.detach(), found)
+    actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.detach(), actual)
 
 
-def error(found: Step, truth: Step) -> float:
+def error(actual: Step, truth: Step) -> float:
     """Root mean square over loss and parameters of the relative errors."""
-    assert found.gradients.keys() == truth.gradients.keys()
-    pairs = [(found.loss, truth.loss)] + [(found.gradients[n], truth.gradients[n]) for n in truth.gradients]
+    assert actual.gradients.keys() == truth.gradients.keys()
+    pairs = [(actual.loss, truth.loss)] + [(actual.gradients[n], truth.gradients[n]) for n in truth.gradients]
     relative = [
         ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12)).item() for a, b in pairs
     ]
     return (sum(x * x for x in relative) / len(relative)) ** 0.5
 
 
-def assert_same(found: Step, wanted: Step, tolerance: float = 3e-6) -> None:
-    assert found.gradients.keys() == wanted.gradients.keys()
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=tolerance, atol=0)
-    for name, gradient in wanted.gradients.items():
+def assert_same(actual: Step, expected: Step, tolerance: float = 3e-6) -> None:
+    assert actual.gradients.keys() == expected.gradients.keys()
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance, atol=0)
+    for name, gradient in expected.gradients.items():
         assert gradient.norm() > 0 or "expert" in name, f"{name}: no gradient, so nothing is compared"
-        distance = (found.gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        distance = (actual.gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert distance < tolerance, f"{name}: {distance:.1e}"
 
 

@@ -170,8 +170,8 @@ def distillation(divergence: str) -> LossCase:
 
 
 def logprobs(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
-    found = linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, entropy=True, **options)
-    return (found.logps.exp() - 0.1 * found.entropy + 0.01 * found.lse.square()).sum(), found.logps
+    actual = linear_logprobs(x.hidden, x.weight, x.targets, bias=x.bias, entropy=True, **options)
+    return (actual.logps.exp() - 0.1 * actual.entropy + 0.01 * actual.lse.square()).sum(), actual.logps
 
 
 def top_k(x: Given, heads: MedusaHeads, **options) -> Prepared:
@@ -252,5 +252,5 @@ def gradients(value: Tensor, x: Given, heads: MedusaHeads, **options) -> dict[st
         f"heads.{name}": p for name, p in heads.named_parameters()
     }
     named = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-    found = torch.autograd.grad(value, list(named.values()), allow_unused=True, **options)
-    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+    actual = torch.autograd.grad(value, list(named.values()), allow_unused=True, **options)
+    return {name: gradient for name, gradient in zip(named, actual, strict=True) if gradient is not None}

@@ -42,8 +42,8 @@ def test_adds_what_weight_grad_would_be(name, options):
     assert torch.equal(main, start), "added to in the forward pass"
     ours.backward(retain_graph=True)
     assert x.weight.grad is None
-    for found, truth in zip((x.hidden.grad, main - start, x.bias.grad), expected):
-        assert truth.norm() > 0 and relative_error(found, 0.3 * truth) < 1e-12
+    for actual, truth in zip((x.hidden.grad, main - start, x.bias.grad), expected):
+        assert truth.norm() > 0 and relative_error(actual, 0.3 * truth) < 1e-12
     ours.backward()
     assert relative_error(main - start, 0.6 * expected[1]) < 1e-12
 

@@ -103,10 +103,10 @@ def refused(attempt: Callable[[], object], message: str = "") -> str:
     """The message of what `attempt` raises, which begins with `message`."""
     with pytest.raises((TypeError, ValueError)) as caught:
         attempt()
-    found = str(caught.value)
-    assert re.match(r"^\w+: expected .*, got .*; .+", found, re.DOTALL), found
-    assert re.match(message, found, re.DOTALL), found
-    return found
+    actual = str(caught.value)
+    assert re.match(r"^\w+: expected .*, got .*; .+", actual, re.DOTALL), actual
+    assert re.match(message, actual, re.DOTALL), actual
+    return actual
 
 
 # -- every loss
@@ -643,9 +643,9 @@ def test_constants_inside_of_transforms():
         with pytest.raises(ValueError, match=r"^torch.func: expected a call outside of the transforms"):
             torch.func.grad(value)(hidden)
         return
-    found = torch.func.grad(value)(hidden)
+    actual = torch.func.grad(value)(hidden)
     known, best = linear_logprobs(hidden, weight, targets).logps, linear_topk(hidden, weight, 1).lse
-    torch.testing.assert_close(found, (known * best)[..., None].expand_as(hidden))
+    torch.testing.assert_close(actual, (known * best)[..., None].expand_as(hidden))
 
 
 @pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])

@@ -65,11 +65,11 @@ def test_nan_in_nan_out(loss, trainable):
 @strategies
 def test_second_backward_repeats_the_first(loss, trainable):
     h, w, targets, b = small()
-    wanted = trained(trainable, h, w, b)
+    expected = trained(trainable, h, w, b)
     value = value_of(loss(h, w, targets, bias=b)).sum()
-    first = torch.autograd.grad(3 * value, wanted, retain_graph=True)
+    first = torch.autograd.grad(3 * value, expected, retain_graph=True)
     kept = [grad.clone() for grad in first]
-    second = torch.autograd.grad(-6 * value, wanted)
+    second = torch.autograd.grad(-6 * value, expected)
     for one, unchanged, two in zip(first, kept, second):
         assert torch.equal(one, unchanged)
         torch.testing.assert_close(-2 * one, two)
@@ -137,10 +137,10 @@ def test_gemms(name, budget):
     tokens, hidden, vocab = 64, 32, 501
     h, w, targets, b = operands((tokens,), hidden, vocab, torch.float32, ignored=ignored)
     with GemmCounter(tokens, vocab, hidden) as counter:
-        found = run(partial(loss, logits_budget=budget), h, w, targets, b, requires=TRAINABLE[trainable])
+        actual = run(partial(loss, logits_budget=budget), h, w, targets, b, requires=TRAINABLE[trainable])
     assert counter.gemms == pytest.approx(gemms, abs=0.05)
     if "logprobs" not in name and ignored < 1:
-        plan, products = found.output.plan, round(gemms / (1 - ignored))
+        plan, products = actual.output.plan, round(gemms / (1 - ignored))
         assert plan.strategy == strategy and strategy in (text := plan.describe())
         assert text.endswith(f", {products} product" + "s" * (products > 1)), text
         assert ("the budget less" in text) == (plan.fixed_bytes > 0)
@@ -175,14 +175,14 @@ def test_memory_stays_within_the_budget(loss, trainable, tokens, dtype, ignored,
         pytest.skip("slow, and the length changes nothing here")
     hidden, vocab, budget = 8, 2003, (8 << 20 if tokens > 1000 else 1 << 20)
     h, w, targets, b = operands((tokens,), hidden, vocab, dtype, ignored=ignored)
-    wanted = trained(trainable, h, w, b)
+    expected = trained(trainable, h, w, b)
 
     with AllocationWatcher() as watcher:
         value = value_of(loss(h, w, targets, bias=b, logits_budget=budget, **options))
-        if wanted:
+        if expected:
             value.backward(torch.ones_like(value))
 
-    returned = sum(tensor.nbytes for tensor in wanted)
+    returned = sum(tensor.nbytes for tensor in expected)
     # What a strategy may save for the backward pass: one or two [N, H] in the operands' dtype, and d_weight
     # and d_bias in fp32.
     saved = 2 * h.nbytes * h.requires_grad + 4 * w.numel() * w.requires_grad + 4 * b.numel() * b.requires_grad
@@ -203,9 +203,9 @@ def test_as_many_tokens_as_sequences(options):
     targets[1] = -100  # a sequence without tokens has a loss, log 2
     inputs = {"ref_logps": torch.linspace(-1, 1, 4, dtype=torch.float64)}
     truth = DPOLoss()(h, w, targets, **inputs).loss
-    found = DPOLoss(**options)(h, w, targets, **inputs).loss
-    assert found.dim() == 0 or found.shape == (2,)
-    torch.testing.assert_close(found.mean(), truth)
+    actual = DPOLoss(**options)(h, w, targets, **inputs).loss
+    assert actual.dim() == 0 or actual.shape == (2,)
+    torch.testing.assert_close(actual.mean(), truth)
 
 
 ARITHMETIC = {

@@ -122,8 +122,8 @@ def argument(name: str) -> str:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("compact", [True, False])
 def test_right_boundaries(name, dtype, compact):
-    found = CALLS[name](bounds(*GOOD, dtype=dtype), compact=compact)[0]
-    assert found.isfinite().all()
+    actual = CALLS[name](bounds(*GOOD, dtype=dtype), compact=compact)[0]
+    assert actual.isfinite().all()
 
 
 @calls

@@ -206,13 +206,13 @@ def test_every_unreduced_loss(name):
             x.targets.fill_(-100)
         with EngineCalls(uncompiled=True):
             ours = compiled(x)
-            found = every_loss.gradients(ours[0], x, every_loss.heads())
+            actual = every_loss.gradients(ours[0], x, every_loss.heads())
         with uncompiled():
             theirs = step(x)
             expected = every_loss.gradients(theirs[0], x, every_loss.heads())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        assert found["hidden"].any() == (ignored < 1)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        assert actual["hidden"].any() == (ignored < 1)
 
 
 def test_heads_under_autocast():
@@ -227,9 +227,9 @@ def test_heads_under_autocast():
     x = every_loss.given(6)
     (ours, *_), (eager, *_) = torch.compile(step, fullgraph=True)(x, heads), step(x, heads)
     torch.testing.assert_close(ours, eager)
-    found, expected = (every_loss.gradients(value, x, heads) for value in (ours, eager))
+    actual, expected = (every_loss.gradients(value, x, heads) for value in (ours, eager))
     torch.testing.assert_close(
-        found, expected, rtol=1e-2, atol=1e-5
+        actual, expected, rtol=1e-2, atol=1e-5
     )  # inductor leaves out the cast to bf16 and back
 
 
@@ -321,6 +321,6 @@ def test_a_loss_with_other_options_has_another_graph(losses):
     x = every_loss.given(6)
     compiled = torch.compile(lambda loss: loss(x.hidden, x.weight, x.targets).loss, backend="aot_eager")
     for loss in losses:
-        found, expected = compiled(loss), loss(x.hidden, x.weight, x.targets).loss
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(value, x.hidden) for value in (found, expected)))
+        actual, expected = compiled(loss), loss(x.hidden, x.weight, x.targets).loss
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(value, x.hidden) for value in (actual, expected)))

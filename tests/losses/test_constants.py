@@ -110,5 +110,5 @@ def test_weights_in_another_dtype():
     hidden, weight = torch.randn(B, T, H), torch.randn(V, H)
     weights = torch.rand(B, T, dtype=torch.float64)
     targets = torch.zeros(B, T, dtype=torch.int64)
-    found = CrossEntropyLoss(reduction="none")(hidden, weight, targets, token_weights=weights)
-    assert found.loss.dtype == torch.float32
+    actual = CrossEntropyLoss(reduction="none")(hidden, weight, targets, token_weights=weights)
+    assert actual.loss.dtype == torch.float32

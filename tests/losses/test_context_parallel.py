@@ -228,14 +228,14 @@ TARGETS = {
 
 def sliced(inputs: dict, slices: Slices | None, rank: int) -> dict:
     """What a rank holds of a call's inputs; all of them without `slices`."""
-    found = {}
+    actual = {}
     for name, x in inputs.items():
         if isinstance(x, dict):
-            found[name] = sliced(x, slices, rank)
+            actual[name] = sliced(x, slices, rank)
         else:
             cut = slices is not None and name in SLICED and (name != "old_logps" or x.dim() > 1)
-            found[name.removeprefix("token_")] = x[:, list(slices[rank])] if cut else x
-    return found
+            actual[name.removeprefix("token_")] = x[:, list(slices[rank])] if cut else x
+    return actual
 
 
 def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, Tensor]:
@@ -250,16 +250,16 @@ def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, 
         inputs = {name: x.flatten() if x.shape == shape else x for name, x in inputs.items()}
         inputs["cu_seqlens"] = torch.arange(B + 1) * shape[1]
     out = loss(hidden, leaves["weight"], targets, bias=leaves["bias"], **inputs)
-    found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
-    found |= {f"token {name}": x for name, x in out.tokens.items()}
+    actual = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
+    actual |= {f"token {name}": x for name, x in out.tokens.items()}
     if TRAINED[trained]:
         weights = here(random(*out.loss.shape, seed=20)) if out.loss.dim() else 1.7
         weights = out.loss.detach().cos() if out.loss.shape == shape else weights  # whatever the slice
         gradients = torch.autograd.grad(
             (weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]]
         )
-        found |= {f"d_{name}": x for name, x in zip(TRAINED[trained], gradients, strict=True)}
-    return found
+        actual |= {f"d_{name}": x for name, x in zip(TRAINED[trained], gradients, strict=True)}
+    return actual
 
 
 def attempts():
@@ -280,34 +280,34 @@ def everything() -> dict:
     """What a rank finds."""
     warnings.simplefilter("ignore", BudgetWarning)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh, found = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("cp",)), {}
+    mesh, actual = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("cp",)), {}
     for layout, slices in SLICES[ranks].items():
         for (name, trained, budget), which in attempts():
             loss, inputs = call_of(name, which, slices, rank)
             loss = replace(loss, cp_group=dist.group.WORLD, logits_budget=budget)
-            found[layout, name, trained, which] = run(loss, inputs, trained, packed="packed" in name)
+            actual[layout, name, trained, which] = run(loss, inputs, trained, packed="packed" in name)
         for name in SEPARABLE:
             loss, inputs = call_of(name, "some", slices, rank)
-            found[layout, name] = run(
+            actual[layout, name] = run(
                 loss, inputs | {"num_items": global_num_items(inputs["targets"])}, "all"
             )
 
     # Other names of the group; a head whose gradient is averaged.
     loss, inputs = call_of("dpo", "some", SLICES[ranks]["uneven"], rank)
-    found["mesh"] = run(replace(loss, cp_group=mesh), inputs, "all")
+    actual["mesh"] = run(replace(loss, cp_group=mesh), inputs, "all")
     inputs["weight"] = distribute_tensor(inputs["weight"], mesh, [Shard(0)])
     weight = inputs["weight"].requires_grad_()
     out = replace(loss, cp_group="cp")(
         inputs.pop("hidden"), inputs.pop("weight"), inputs.pop("targets"), **inputs
     )
     (1.7 * ranks * out.loss).backward()
-    found["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
+    actual["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
 
-    found["unreduced"] = [
+    actual["unreduced"] = [
         unreduced(loss, SLICES[ranks]["uneven"], rank, dist.group.WORLD) for loss in (OwnLogits, OwnTokens)
     ]
-    found["errors"] = errors(rank)
-    found["main"] = added(rank, SLICES[ranks]["uneven"])
+    actual["errors"] = errors(rank)
+    actual["main"] = added(rank, SLICES[ranks]["uneven"])
 
     if ranks == 4:  # with a head in two shards
         grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("cp", "tp"))
@@ -316,10 +316,10 @@ def everything() -> dict:
             name: inputs[name].split((13, 10))[grid.get_local_rank("tp")]
             for name in ("weight", "bias", "ref_weight")
         }
-        found["grid"] = run(
+        actual["grid"] = run(
             replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all"
         )
-    return found
+    return actual
 
 
 def unreduced(loss, slices: Slices | None, rank: int, group=None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -332,7 +332,7 @@ def unreduced(loss, slices: Slices | None, rank: int, group=None) -> tuple[Tenso
 def added(rank: int, slices: Slices) -> list:
     """Two steps without targets, one with targets on the last ranks alone, and an upstream gradient of 0.5:
     whether d_hidden and the main gradient are 0, or the error."""
-    found = []
+    actual = []
     for nothing, compact in ((True, True), (True, False), (False, True)):
         loss, inputs = call_of("dpo", "none of the first", slices, rank)
         if nothing:
@@ -343,10 +343,10 @@ def added(rank: int, slices: Slices) -> list:
         try:
             out = loss(hidden, weight, inputs.pop("targets"), accumulate_into=main, **inputs)
             (out.loss * 0.5).backward()
-            found.append((not hidden.grad.any(), not main.any()))
+            actual.append((not hidden.grad.any(), not main.any()))
         except ValueError as error:
-            found.append(str(error))
-    return found
+            actual.append(str(error))
+    return actual
 
 
 LOCAL = "position_ids: expected each token's position in its whole sequence"
@@ -385,7 +385,7 @@ BAD = {
 
 def errors(rank: int) -> dict[str, str]:
     """What is said on a rank."""
-    slices, found = SLICES[dist.get_world_size()]["uneven"], {}
+    slices, actual = SLICES[dist.get_world_size()]["uneven"], {}
     for what, (name, wrong, _) in BAD.items():
         if is_possible(what, len(slices)):
             loss, inputs = call_of(name, "some", slices, rank)
@@ -393,8 +393,8 @@ def errors(rank: int) -> dict[str, str]:
             try:
                 run(replace(loss, cp_group=dist.group.WORLD, compact="all rows" not in what), inputs, "all")
             except (ValueError, RuntimeError) as error:
-                found[what] = str(error)
-    return found
+                actual[what] = str(error)
+    return actual
 
 
 def is_possible(what: str, ranks: int) -> bool:
@@ -414,10 +414,10 @@ def per_token(name: str, x: Tensor) -> bool:
 
 
 def assert_equal(
-    found: list[dict[str, Tensor]], truth: dict[str, Tensor], what: str, slices: Slices | None = None
+    actual: list[dict[str, Tensor]], truth: dict[str, Tensor], what: str, slices: Slices | None = None
 ) -> None:
     for name, x in truth.items():
-        parts = [rank[name] for rank in found]
+        parts = [rank[name] for rank in actual]
         if per_token(name, x):
             order = torch.tensor([token for part in slices for token in part], device="cpu").argsort()
             parts = [torch.cat([part.view(B, -1, *x.shape[2:]) for part in parts], 1)[:, order]]
@@ -444,9 +444,9 @@ def test_metrics_of_unreduced_losses(ranks):
     """All ranks take part in the sums of the metrics, also one without a target."""
     for number, loss in enumerate((OwnLogits, OwnTokens)):
         total, metrics = unreduced(loss, None, 0)
-        found = [rank["unreduced"][number] for rank in ranks]
-        torch.testing.assert_close(sum(x for x, _ in found), total)
-        for _, own in found:
+        actual = [rank["unreduced"][number] for rank in ranks]
+        torch.testing.assert_close(sum(x for x, _ in actual), total)
+        for _, own in actual:
             torch.testing.assert_close(own, metrics)
 
 
@@ -463,11 +463,11 @@ def test_a_main_gradient_takes_any_loss_without_targets(ranks):
 def test_tokens_that_stand_alone_need_the_normalizer_only(ranks, name):
     truth = run(*call_of(name, "some"), "all")
     for layout, slices in SLICES[len(ranks)].items():
-        found = [rank[layout, name] for rank in ranks]
-        loss = torch.stack([rank["loss"] for rank in found]).mean()
+        actual = [rank[layout, name] for rank in ranks]
+        loss = torch.stack([rank["loss"] for rank in actual]).mean()
         torch.testing.assert_close(loss, truth["loss"])
         averaged = [
-            {key: x / len(ranks) for key, x in rank.items() if key.startswith("d_")} for rank in found
+            {key: x / len(ranks) for key, x in rank.items() if key.startswith("d_")} for rank in actual
         ]
         assert_equal(averaged, {key: x for key, x in truth.items() if key.startswith("d_")}, layout, slices)
 
@@ -485,12 +485,12 @@ def test_beside_a_sharded_head(ranks):
         pytest.skip("needs four ranks: two slices of two shards")
     truth = run(*call_of("dpo", "some"), "all")
     for name, x in truth.items():
-        found = [rank["grid"][name] for rank in ranks]  # slices by shards
+        actual = [rank["grid"][name] for rank in ranks]  # slices by shards
         if name == "d_hidden" or name.startswith("token "):
-            found = [torch.cat(found[shard::2], 1) for shard in (0, 1)]
+            actual = [torch.cat(actual[shard::2], 1) for shard in (0, 1)]
         elif name in ("d_weight", "d_bias"):
-            found = [torch.cat((found[0] + found[2], found[1] + found[3]))]
-        for ours in found:
+            actual = [torch.cat((actual[0] + actual[2], actual[1] + actual[3]))]
+        for ours in actual:
             torch.testing.assert_close(
                 ours, x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
             )

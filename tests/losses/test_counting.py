@@ -14,9 +14,9 @@ H, V = 4, 11
 
 def labels(*shape: int, ignore_index: int = -100) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    found = torch.randint(V, shape, generator=generator, device="cpu")
+    actual = torch.randint(V, shape, generator=generator, device="cpu")
     ignored = torch.rand(shape, generator=generator, device="cpu") < 0.3
-    return found.masked_fill(ignored, ignore_index).to(DEVICE)
+    return actual.masked_fill(ignored, ignore_index).to(DEVICE)
 
 
 SHAPES = {
@@ -42,10 +42,10 @@ def test_it_is_what_the_call_reports(name, shift, with_mask, ignore_index):
     if with_mask:
         options["mask"] = torch.arange(targets.numel(), device=DEVICE).view(shape) % 4 != 0
     hidden, weight = torch.randn(*shape, H, device=DEVICE), torch.randn(V, H, device=DEVICE)
-    found = count_targets(targets, ignore_index=ignore_index, **options)
+    actual = count_targets(targets, ignore_index=ignore_index, **options)
     out = CrossEntropyLoss(ignore_index=ignore_index)(hidden, weight, targets, **options)
-    assert found.shape == () and found.dtype == torch.int64 and found.device.type == DEVICE.type
-    assert found == out.metrics["num_tokens"]
+    assert actual.shape == () and actual.dtype == torch.int64 and actual.device.type == DEVICE.type
+    assert actual == out.metrics["num_tokens"]
 
 
 @pytest.mark.parametrize("bounds", [None, (0, 3, 4, 9, 12)])
@@ -71,8 +71,8 @@ def test_micro_batches_sum_to_one_batch(bounds):
 def test_nothing_is_read_back():
     with FakeTensorMode():
         targets, bounds = torch.zeros(12, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-        found = count_targets(targets, shift=True, cu_seqlens=bounds, mask=targets == 0)
-        assert found.shape == ()
+        actual = count_targets(targets, shift=True, cu_seqlens=bounds, mask=targets == 0)
+        assert actual.shape == ()
 
 
 def test_it_compiles():

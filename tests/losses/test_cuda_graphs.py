@@ -160,8 +160,8 @@ def test_reduce_overhead(name, budget):
         for function in (model, compiled):
             torch.compiler.cudagraph_mark_step_begin()
             outputs = function(x, heads)
-            found = every_loss.gradients(outputs[0], x, heads)
+            actual = every_loss.gradients(outputs[0], x, heads)
             # The next replay writes over what a graph returned.
-            results.append([tensor.detach().clone() for tensor in (*outputs, *found.values())])
+            results.append([tensor.detach().clone() for tensor in (*outputs, *actual.values())])
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     assert not counters["inductor"]["cudagraph_skips"]

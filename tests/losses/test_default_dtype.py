@@ -30,10 +30,10 @@ def same_under(request) -> Callable:
         expected, before = results(), torch.get_default_dtype()
         torch.set_default_dtype(request.param)
         try:
-            found = results()
+            actual = results()
         finally:
             torch.set_default_dtype(before)
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(actual, expected, strict=True):
             assert x.dtype == y.dtype and torch.equal(x, y)
 
     return compare

@@ -110,15 +110,15 @@ def test_ids_that_both_biases_rule_out_are_not_there(divergence):
     ruled_out = torch.full((9,), -torch.inf, dtype=torch.float64, device=DEVICE).index_fill(0, kept, 0.0)
     head, exact = weight.clone().requires_grad_(), weight[kept].clone().requires_grad_()
     options = {"bias": ruled_out, "teacher_bias": ruled_out}
-    found = DistillationLoss(divergence=divergence)(
+    actual = DistillationLoss(divergence=divergence)(
         hidden, head, teacher_hidden=teacher, teacher_weight=teacher_weight, **options
     ).loss
     truth, _ = reference.distillation(
         hidden, exact, divergence=divergence, teacher_hidden=teacher, teacher_weight=teacher_weight[kept]
     )
-    found.backward()
+    actual.backward()
     truth.backward()
-    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(actual, truth)
     torch.testing.assert_close(head.grad[kept], exact.grad)
     assert not head.grad[[2, 5]].any()
 
@@ -128,10 +128,10 @@ def test_every_token_counts_without_targets(ignore_index):
     """Also where the id that stands for a target is `ignore_index`."""
     operands = random(6, 4), random(9, 4, seed=4)
     teacher = {"teacher_hidden": random(6, 3, seed=5), "teacher_weight": random(9, 3, seed=6)}
-    found, expected = (
+    actual, expected = (
         DistillationLoss(ignore_index=index)(*operands, **teacher).loss for index in (ignore_index, -100)
     )
-    assert found == expected > 0
+    assert actual == expected > 0
 
 
 @pytest.mark.parametrize("make", [DistillationLoss, JSDLoss])
@@ -258,5 +258,5 @@ def test_rest_of_a_rounded_teacher(dtype, support):
     student = torch.cat((kept, 1 - kept.sum(-1, keepdim=True)), 1)
     truth = (student * (student.log() - teacher.log())).sum(-1).mean()
     loss = DistillationLoss(divergence="reverse_kl", support=support)
-    found = loss(hidden, weight, teacher_logprobs_topk=(values, ids)).loss
-    assert found.item() == pytest.approx(truth.item(), rel=1e-7)
+    actual = loss(hidden, weight, teacher_logprobs_topk=(values, ids)).loss
+    assert actual.item() == pytest.approx(truth.item(), rel=1e-7)

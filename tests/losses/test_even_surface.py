@@ -193,9 +193,9 @@ def test_predictions_under_torch_compile():
         graph = torch.compile(
             lambda h, w, t: tuple(loss(h, w, t))[3]["predictions"], backend="aot_eager", fullgraph=True
         )
-        found = graph(x.hidden, x.weight, x.targets)
+        actual = graph(x.hidden, x.weight, x.targets)
     best = (x.hidden @ x.weight.T).argmax(-1)
-    assert torch.equal(found, best.masked_fill(x.targets == -100, -100))
+    assert torch.equal(actual, best.masked_fill(x.targets == -100, -100))
 
 
 def test_nothing_is_handed_out_unasked():

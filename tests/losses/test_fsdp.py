@@ -80,9 +80,9 @@ class Likelihood:
     logits_budget: int | None = None
 
     def __call__(self, *operands, num_items: Tensor | float | None = None, **options):
-        found = linear_logprobs(*operands, logits_budget=self.logits_budget, **options)
+        actual = linear_logprobs(*operands, logits_budget=self.logits_budget, **options)
         return SimpleNamespace(
-            loss=-found.logps.sum() / ((operands[2] != -100).sum() if num_items is None else num_items)
+            loss=-actual.logps.sum() / ((operands[2] != -100).sum() if num_items is None else num_items)
         )
 
 
@@ -145,7 +145,7 @@ def everybodys(ranks: int, fault: str) -> dict[str, Tensor]:
         )
 
     halves = {name: [padded(name, batch[name]).chunk(2) for batch in batches] for name in batches[0]}
-    return {name: torch.cat([x[side] for side in (0, 1) for x in found]) for name, found in halves.items()}
+    return {name: torch.cat([x[side] for side in (0, 1) for x in actual]) for name, actual in halves.items()}
 
 
 def call_of(name: str, batch: dict[str, Tensor], other: Scorer) -> dict:
@@ -169,11 +169,11 @@ def items_of(name: str, targets: Tensor) -> float | Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {
+    actual = {
         name: x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
         for name, x in model.named_parameters()
     }
-    return {name.removeprefix("module."): x for name, x in found.items()}
+    return {name.removeprefix("module."): x for name, x in actual.items()}
 
 
 @cache
@@ -209,20 +209,20 @@ def everything() -> dict:
     """What a rank finds."""
     warnings.simplefilter("ignore", BudgetWarning)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = {case: run(rank, ranks, *case) for case in CASES}
+    actual = {case: run(rank, ranks, *case) for case in CASES}
     pair = pairs()["pair"]
     counts = {
         "a number": rank + 1.0,
         "a tensor": torch.tensor(rank + 1),
         "targets": torch.tensor([[rank, -100, 7], [7, -100, -100]]),
     }
-    found["items"] = {name: global_num_items(x) for name, x in counts.items()}
-    found["items"] |= {
+    actual["items"] = {name: global_num_items(x) for name, x in counts.items()}
+    actual["items"] |= {
         "other id": global_num_items(counts["targets"], ignore_index=7),
         "mesh": global_num_items(rank, pair),
         "group": global_num_items(torch.tensor(rank), pair.get_group()),
     }
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks} ranks")
@@ -245,7 +245,7 @@ def test_equals_one_process(ranks, case):
 
 
 def test_global_num_items(ranks):
-    for rank, found in enumerate(ranks):
+    for rank, actual in enumerate(ranks):
         mean, of_pair = (len(ranks) + 1) / 2, rank // 2 * 2 + 0.5
         expected = {
             "a number": mean,
@@ -255,7 +255,7 @@ def test_global_num_items(ranks):
             "mesh": of_pair,
             "group": of_pair,
         }
-        assert {name: float(x) for name, x in found["items"].items()} == expected
+        assert {name: float(x) for name, x in actual["items"].items()} == expected
 
 
 def test_global_num_items_of_one_process():

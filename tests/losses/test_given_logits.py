@@ -75,9 +75,9 @@ def test_the_formula(options, names, inplace):
         expected.shape
     )
     (d_expected,) = torch.autograd.grad(expected, logits, upstream)
-    found = cross_entropy(logits * 1.0, targets, **weights, **options, inplace=inplace)
-    (d_found,) = torch.autograd.grad(found, logits, upstream)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual = cross_entropy(logits * 1.0, targets, **weights, **options, inplace=inplace)
+    (d_found,) = torch.autograd.grad(actual, logits, upstream)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(d_found, d_expected, rtol=1e-12, atol=1e-12)
     assert d_found.norm() > 0
 
@@ -85,13 +85,13 @@ def test_the_formula(options, names, inplace):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision(dtype):
     logits, targets, _ = given(40, dtype=dtype)
-    found = cross_entropy(logits, targets, label_smoothing=0.1)
-    (gradient,) = torch.autograd.grad(found, logits)
+    actual = cross_entropy(logits, targets, label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(actual, logits)
     wide = logits.detach().double().requires_grad_()
     expected = F.cross_entropy(wide, targets, label_smoothing=0.1)
     (d_expected,) = torch.autograd.grad(expected, wide)
-    assert found.dtype == torch.float32 and gradient.dtype == dtype
-    assert abs(found.item() - expected.item()) < 1e-5
+    assert actual.dtype == torch.float32 and gradient.dtype == dtype
+    assert abs(actual.item() - expected.item()) < 1e-5
     assert relative_error(gradient, d_expected) < 2 * torch.finfo(dtype).eps
 
 
@@ -100,11 +100,11 @@ def test_shifted_and_masked():
     logits, targets, weights = given(3, 6)
     mask = torch.rand(3, 6, device=DEVICE) < 0.7
     u = weights["token_weights"]
-    found = cross_entropy(logits, targets, shift=True, mask=mask, token_weights=u)
+    actual = cross_entropy(logits, targets, shift=True, mask=mask, token_weights=u)
     cut = torch.where(mask, targets, -100)[:, 1:]
     expected = formula(logits[:, :-1], cut, token_weights=u[:, 1:])
-    torch.testing.assert_close(found, expected)
-    for x, y in zip(*(torch.autograd.grad(each, logits) for each in (found, expected)), strict=True):
+    torch.testing.assert_close(actual, expected)
+    for x, y in zip(*(torch.autograd.grad(each, logits) for each in (actual, expected)), strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -208,10 +208,10 @@ def test_the_host_waits_after_the_statistics_are_launched(monkeypatch):
 def test_the_loss_may_be_changed_in_place(reduction):
     logits, targets, _ = given(6)
     expected = 3 * formula(logits, targets, reduction=reduction)
-    found = cross_entropy(logits, targets, reduction=reduction)
-    found *= 3
-    torch.testing.assert_close(found, expected)
-    for x, y in zip(*(torch.autograd.grad(each.sum(), logits) for each in (found, expected)), strict=True):
+    actual = cross_entropy(logits, targets, reduction=reduction)
+    actual *= 3
+    torch.testing.assert_close(actual, expected)
+    for x, y in zip(*(torch.autograd.grad(each.sum(), logits) for each in (actual, expected)), strict=True):
         torch.testing.assert_close(x, y)
 
 

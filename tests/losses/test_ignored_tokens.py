@@ -42,15 +42,15 @@ def test_ignored_tokens_have_no_gradient(name, reduction, compact):
         if name in AHEAD:  # the other heads look further
             ignored = ignored & (torch.arange(6) == 5)
         for upstream in UPSTREAM:
-            found = gradients(value * upstream, some, modules, retain_graph=True)
-            assert found.keys() >= {"hidden", "weight", "bias"}
-            assert not found["hidden"][ignored].any(), (upstream, "d_hidden of ignored rows")
+            actual = gradients(value * upstream, some, modules, retain_graph=True)
+            assert actual.keys() >= {"hidden", "weight", "bias"}
+            assert not actual["hidden"][ignored].any(), (upstream, "d_hidden of ignored rows")
             if some is nothing:
-                assert not any(gradient.any() for gradient in found.values()), upstream
+                assert not any(gradient.any() for gradient in actual.values()), upstream
             elif upstream == 0:
-                assert all(gradient.isfinite().all() for gradient in found.values())
+                assert all(gradient.isfinite().all() for gradient in actual.values())
             else:
-                assert not any(gradient.isfinite().all() for gradient in found.values()), upstream
+                assert not any(gradient.isfinite().all() for gradient in actual.values()), upstream
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
@@ -58,9 +58,9 @@ def test_ignored_tokens_have_no_gradient(name, reduction, compact):
 def test_a_call_without_tokens_has_gradients_of_0(name, compact):
     x, modules = given(0), heads()
     value = LOSSES[name](x, modules, compact=compact)[0]
-    found = gradients(value * math.nan, x, modules)
-    assert found["weight"].shape == x.weight.shape
-    assert not any(gradient.any() for gradient in found.values())
+    actual = gradients(value * math.nan, x, modules)
+    assert actual["weight"].shape == x.weight.shape
+    assert not any(gradient.any() for gradient in actual.values())
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
@@ -78,13 +78,13 @@ def test_as_cross_entropy_of_full_logits(compact, dtype, supervised, options):
     stock = F.cross_entropy(stock.float() if dtype == torch.float16 else stock, targets, reduction="sum")
     value = linear_cross_entropy(h, w, targets, bias=b, reduction="sum", compact=compact, **options)
     for upstream in (0.0, math.nan, *(() if supervised else (math.inf,))):
-        found, expected = (
+        actual, expected = (
             torch.autograd.grad(x * upstream, (h, w, b), retain_graph=True) for x in (value, stock)
         )
-        for mine, truth in zip(found, expected, strict=True):
+        for mine, truth in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, truth, equal_nan=True)
-    found = torch.autograd.grad(value / torch.tensor(0), (h, w, b))
-    assert all(x.isfinite().all() != bool(supervised) for x in found)
+    actual = torch.autograd.grad(value / torch.tensor(0), (h, w, b))
+    assert all(x.isfinite().all() != bool(supervised) for x in actual)
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
@@ -144,12 +144,12 @@ def test_in_a_graph(name, reduction):
     torch._dynamo.reset()
     graph = torch.compile(step, backend="aot_eager", fullgraph=True)
     x = given(6)
-    found = gradients(graph(x) * math.nan, x, modules)
+    actual = gradients(graph(x) * math.nan, x, modules)
     ignored = x.targets == -100 if name not in AHEAD else torch.arange(6).expand(4, 6) == 5
-    assert not found["hidden"][ignored].any() and found["hidden"][:, 0].isnan().all()
-    assert all(gradient.isnan().any() for gradient in found.values())
-    found = gradients(graph(without_targets(x)) * math.inf, x, modules)
-    assert not any(gradient.any() for gradient in found.values())
+    assert not actual["hidden"][ignored].any() and actual["hidden"][:, 0].isnan().all()
+    assert all(gradient.isnan().any() for gradient in actual.values())
+    actual = gradients(graph(without_targets(x)) * math.inf, x, modules)
+    assert not any(gradient.any() for gradient in actual.values())
 
 
 @torch.compiler.set_stance("default")

@@ -84,10 +84,10 @@ def test_phi_of_a_sequence_without_tokens(packed):
     else:
         call = HIDDEN.expand(2, 2, 3), WEIGHT, torch.stack((CALL[2], torch.full_like(CALL[2], -100)))
         given["old_logps"] = OLD.expand(2, 2)
-    found = GRPOLoss(loss_type="vespo")(*call, **given).metrics["vespo/phi_seq_mean"]
+    actual = GRPOLoss(loss_type="vespo")(*call, **given).metrics["vespo/phi_seq_mean"]
     w = torch.tensor(0.2).exp()
     phi = w**2 * (3 * (1 - w)).exp()
-    assert found.item() == pytest.approx((phi.item() + 1) / 2, rel=1e-5)
+    assert actual.item() == pytest.approx((phi.item() + 1) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -132,7 +132,7 @@ def dpo(loss_type: str, reference: torch.Tensor):
 )
 def test_sequences_far_from_the_reference_keep_their_digits(make, loss_type, side, far):
     """In fp32 the gradient of two sequences, one of them 15 nats from its reference, is that of fp64."""
-    found = []
+    actual = []
     for dtype in (torch.float32, torch.float64):
         bias = torch.zeros(2, dtype=dtype, requires_grad=True)
         reference = torch.full((2,), -0.5, dtype=dtype)
@@ -140,8 +140,8 @@ def test_sequences_far_from_the_reference_keep_their_digits(make, loss_type, sid
         loss, given = make(loss_type, reference)
         operands = torch.zeros(2, 1, 1, dtype=dtype), torch.zeros(2, 1, dtype=dtype), torch.tensor([[0], [1]])
         loss(*operands, bias=bias, **given).loss.backward()
-        found.append(bias.grad.double())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+        actual.append(bias.grad.double())
+    torch.testing.assert_close(*actual, rtol=1e-5, atol=0)
 
 
 def test_a_target_beyond_the_vocabulary_may_be_the_ignored_one():

@@ -235,8 +235,8 @@ def test_a_loss_of_the_whole_batch_takes_flat_tokens(compact):
     truth = -(hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0].sort().values[3]
     loss = MedianLoss(compact=compact)(hidden, weight, targets).loss
     torch.testing.assert_close(loss, truth, rtol=1e-4, atol=1e-5)
-    found, expected = (torch.autograd.grad(value, hidden) for value in (loss, truth))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    actual, expected = (torch.autograd.grad(value, hidden) for value in (loss, truth))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_undeclared_metrics_and_sequences_too_few_are_refused():

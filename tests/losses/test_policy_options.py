@@ -247,11 +247,11 @@ def test_regions_that_keep_everything(region):
     bounds = {"epsilon": 1e13, "epsilon_high": 1e13} if region in ("clip", "binary_kl") else {"epsilon": 1.0}
     loss = GRPOLoss(trust_region=region, **bounds)
     plain = GRPOLoss(trust_region=None)
-    found, expected = (
+    actual, expected = (
         value_and_gradients(lambda *x, of=of, **given: of(*x, **given).loss, operands, inputs)
         for of in (loss, plain)
     )
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)
     assert loss(*operands, **inputs).metrics["clip_ratio/region_mean"] == 0
 
@@ -312,9 +312,9 @@ def test_numbers_of_a_sampler(name, number):
         assert_equal(loss, truth, operands, used(loss, inputs), options)
     weights = [correction] if isinstance(correction, SamplerCorrection) else correction
     for one in weights:
-        found = one.weights(inputs["old_logps"], inputs["sampling_logps"], inputs["mask"])
+        actual = one.weights(inputs["old_logps"], inputs["sampling_logps"], inputs["mask"])
         expected = sampler_weights([one], inputs["old_logps"], inputs["sampling_logps"], inputs["mask"])
-        torch.testing.assert_close(*(torch.where(inputs["mask"], x, 0.0) for x in (found, expected)))
+        torch.testing.assert_close(*(torch.where(inputs["mask"], x, 0.0) for x in (actual, expected)))
 
 
 @pytest.mark.parametrize("region", TRUST_REGIONS)
@@ -324,10 +324,10 @@ def test_old_policies_that_never_draw_the_token(region):
     inputs = used(GRPOLoss(), inputs)
     inputs["old_logps"][0, 0], inputs["mask"][0, 0] = -math.inf, True
     loss = GRPOLoss(trust_region=region, epsilon=0.0, delta=3.0, old_kl_coef=0.1, reduction="none")
-    found = value_and_gradients(
+    actual = value_and_gradients(
         lambda *x, **given: loss(*x, **given).loss.sum(), (hidden, weight, targets), inputs
     )
-    assert all(x.isfinite().all() for x in found)
+    assert all(x.isfinite().all() for x in actual)
     raised = inputs | {"advantages": inputs["advantages"].abs() + 1}
     value = loss(hidden, weight, targets, **raised).loss[0, 0] - 0.05 * 80**2
     bounded = {None: -3.0, "clip": -1.0}.get(region, 0.0)  # min(r, delta), 1 + epsilon_high, or dropped

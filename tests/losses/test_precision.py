@@ -22,10 +22,10 @@ def naive(name: str, *inputs: str, **settings) -> Callable[..., Tensor]:
         given = {key: getattr(x, key) for key in inputs}
         if "ref_logps" in given:
             given["ref_logps"] = x.ref_logps.masked_fill(x.targets == -100, 0.0)
-        found = getattr(reference, name)(
+        actual = getattr(reference, name)(
             x.hidden, x.weight, x.targets, bias=x.bias, **given, **settings, **options
         )
-        return found if isinstance(found, Tensor) else found[0]
+        return actual if isinstance(actual, Tensor) else actual[0]
 
     return loss
 

@@ -211,16 +211,16 @@ def test_repeated_rows_are_summed_alike_whatever_the_budget():
     hidden, weight = torch.randn(1, N, H, generator=generator), torch.randn(width, H, generator=generator)
     targets = torch.randint(3, 20, (1, N), generator=generator)
     sets = [[int(x), *([1] if n % 5 == 0 else []), 2 + n % 7 + 20] for n, x in enumerate(targets[0])]
-    found = []
+    actual = []
     for budget in (None, 2**30, 40 * width, None):
         h, w = (x.clone().requires_grad_() for x in (hidden, weight))
         loss = GRPOLoss(logits_budget=budget)
         loss(
             h, w, targets, advantages=torch.ones(1), sampling_mask=SamplingMask.from_lists(sets)
         ).loss.backward()
-        found.append((h.grad, w.grad))
-    for h, w in found[1:]:
-        assert torch.equal(h, found[0][0]) and torch.equal(w, found[0][1])
+        actual.append((h.grad, w.grad))
+    for h, w in actual[1:]:
+        assert torch.equal(h, actual[0][0]) and torch.equal(w, actual[0][1])
 
 
 def logprobs(hidden, weight, targets, mask):
@@ -327,7 +327,7 @@ def shares(rank: int, name: str, over: str) -> tuple:
     loss = case.kind(**case.settings, **options)
     out = loss(hidden, weight, targets, bias=bias, sampling_mask=mask, **inputs, **other)
     out.loss.backward()
-    found = [out.loss.detach(), *out.metrics.values(), hidden.grad, weight.grad, bias.grad]
+    actual = [out.loss.detach(), *out.metrics.values(), hidden.grad, weight.grad, bias.grad]
     if over != "sequences":
         numbers = linear_logprobs(
             hidden.detach(),
@@ -338,8 +338,8 @@ def shares(rank: int, name: str, over: str) -> tuple:
             sampling_mask=mask,
             **options,
         )
-        found += list(numbers)
-    return found
+        actual += list(numbers)
+    return actual
 
 
 def whole(name: str) -> list:
@@ -359,8 +359,8 @@ def on_a_rank(name: str, over: str) -> list:
 def test_two_shards_of_the_vocabulary(name):
     truth, ranks = whole(name), in_processes(2, on_a_rank, name, "vocabulary")
     *first, d_hidden, d_weight, d_bias, logps, entropy, lse = truth
-    for rank, found in enumerate(ranks):
-        *mine, h, w, b, p, e, z = found
+    for rank, actual in enumerate(ranks):
+        *mine, h, w, b, p, e, z = actual
         for a, exact in zip((*mine, h, p, e, z), (*first, d_hidden, logps, entropy, lse)):
             assert torch.allclose(a, exact, rtol=1e-11, atol=1e-13)
         assert torch.allclose(w, d_weight.split(SHARDS)[rank], rtol=1e-11, atol=1e-13)
@@ -395,14 +395,14 @@ def test_every_path_rounds_alike(rounded):
     sets = sets_for(targets, (0, 1, 3, 80), V)
     dtype = torch.bfloat16 if rounded else torch.float32
     mask = SamplingMask.from_lists(sets)
-    found = linear_logprobs(
+    actual = linear_logprobs(
         hidden, weight, targets, entropy=True, sampling_mask=mask, logits_dtype=dtype, temperature=8.0
     )
     z = hidden.double() @ weight.double().t()
     assert (z != z.bfloat16()).any()
     z = (z.to(dtype).double()) / 8
     truth = reference.statistics(z, reference.kept(sets, V), targets)
-    for name, ours, exact in zip(found._fields, found, truth):
+    for name, ours, exact in zip(actual._fields, actual, truth):
         assert_close(ours, exact, 2e-7, name=name)
 
 
@@ -440,9 +440,9 @@ def test_check(name, sizes):
 def test_an_estimate_says_which_tokens_are_gathered():
     mask = SamplingMask.from_lists([[1, 2], [3], [], [4, 5, 6]] * 8)
     sizes = {"tokens": 32, "hidden_size": 16, "vocab_size": 200, "sequences": 4, "dtype": torch.float32}
-    found = estimate(GRPOLoss(), sampling_mask=mask, **sizes)
-    assert found.products == pytest.approx(0.75)
-    assert str(found).startswith("replayed: 24 of 32 tokens over 48 ids, 8 certain, 75% of the tokens not")
+    actual = estimate(GRPOLoss(), sampling_mask=mask, **sizes)
+    assert actual.products == pytest.approx(0.75)
+    assert str(actual).startswith("replayed: 24 of 32 tokens over 48 ids, 8 certain, 75% of the tokens not")
     assert estimate(linear_logprobs, sampling_mask=mask, **sizes).products == pytest.approx(1.0)
 
 

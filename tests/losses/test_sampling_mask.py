@@ -47,8 +47,8 @@ def statistics(hidden, weight, targets, kept, bias=None, **head):
     """What `linear_logprobs` returns, by its definition."""
     z = reference.head_logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias, **head)
     mask = reference.kept(kept, weight.shape[0]).to(z.device)
-    found = reference.statistics(z, mask, targets.reshape(-1))
-    return [x.view(targets.shape) for x in found]
+    actual = reference.statistics(z, mask, targets.reshape(-1))
+    return [x.view(targets.shape) for x in actual]
 
 
 def later(logps, entropy, lse):
@@ -112,13 +112,13 @@ def test_statistics_over_kept_ids(case, dtype):
 def test_statistics_themselves(dtype):
     h, w, targets, _ = operands((40,), 24, V, dtype, ignored=0.2)
     kept = sets_for(targets, SIZES["all kinds"], V)
-    found = linear_logprobs(h, w, targets, entropy=True, sampling_mask=SamplingMask.from_lists(kept))
+    actual = linear_logprobs(h, w, targets, entropy=True, sampling_mask=SamplingMask.from_lists(kept))
     truth = statistics(h.double(), w.double(), targets, kept)
     naive = statistics(h, w, targets, kept)
-    for name, ours, exact, rough in zip(found._fields, found, truth, naive):
+    for name, ours, exact, rough in zip(actual._fields, actual, truth, naive):
         assert_close(ours, exact, rough, name=name)
     single = torch.tensor([len(set(ids)) == 1 for ids in kept], device="cpu") & (targets.cpu() >= 0)
-    assert single.any() and (found.logps[single] == 0).all() and (found.entropy[single] == 0).all()
+    assert single.any() and (actual.logps[single] == 0).all() and (actual.entropy[single] == 0).all()
 
 
 def test_no_set_is_as_without_a_mask():
@@ -151,14 +151,14 @@ def test_nearly_certain_tokens(gap):
     h = torch.tensor([[1.0, 0.0]])
     w = torch.tensor([[gap, 1.0], [0.0, 2.0], [-1.0, 0.5], [5.0, 5.0]])
     targets, mask = torch.tensor([0]), SamplingMask.from_lists([[2, 0, 1]])
-    found, exact = w.clone().requires_grad_(), w.double().requires_grad_()
-    logps = linear_logprobs(h, found, targets, sampling_mask=mask).logps
+    actual, exact = w.clone().requires_grad_(), w.double().requires_grad_()
+    logps = linear_logprobs(h, actual, targets, sampling_mask=mask).logps
     logps.sum().backward()
     z = h.double() @ exact.t()
     truth = -torch.nn.functional.softplus((z[:, [1, 2]] - z[:, :1]).logsumexp(1), threshold=1e9)
     truth.sum().backward()
     assert_close(logps.detach(), truth.detach(), 1e-6, name="logps")
-    assert_close(found.grad, exact.grad, 2e-6, name="d_weight")
+    assert_close(actual.grad, exact.grad, 2e-6, name="d_weight")
 
 
 def test_a_set_of_4097_ids_beside_sets_of_two():
@@ -169,14 +169,14 @@ def test_a_set_of_4097_ids_beside_sets_of_two():
     assert len(kept[4]) == 4097 > most_gathered(width)
     kept[7] = []
     hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
-    found = linear_logprobs(
+    actual = linear_logprobs(
         hidden, weight, targets, entropy=True, sampling_mask=SamplingMask.from_lists(kept)
     )
-    later(*found).sum().backward()
+    later(*actual).sum().backward()
     exact = [x.double().requires_grad_() for x in (h, w)]
     truth = statistics(*exact, targets, kept)
     later(*truth).sum().backward()
-    for name, a, b in zip(found._fields, found, truth):
+    for name, a, b in zip(actual._fields, actual, truth):
         assert_close(a.detach(), b.detach(), 1e-6, name=name)
     assert_close(hidden.grad, exact[0].grad, 1e-6, name="d_hidden")
     assert_close(weight.grad, exact[1].grad, 1e-6, name="d_weight")
@@ -236,9 +236,9 @@ def test_shift(packed):
     for n in [*[x - 1 for x in starts[1:]], 23]:
         shifted[n], expected[n] = -100, []
     given = {"entropy": True, "sampling_mask": SamplingMask.from_lists(kept)}
-    found = linear_logprobs(h, w, labels, shift=True, cu_seqlens=bounds, **given)
+    actual = linear_logprobs(h, w, labels, shift=True, cu_seqlens=bounds, **given)
     truth = statistics(h.double(), w.double(), shifted.view(labels.shape), expected)
-    for name, ours, exact in zip(found._fields, found, truth):
+    for name, ours, exact in zip(actual._fields, actual, truth):
         assert_close(ours, exact, 1e-6, name=name)
 
 
@@ -249,8 +249,8 @@ def test_missing_targets_are_added():
     for n in (0, 1, 2, 3, 7):
         kept[n] = [x for x in kept[n] if x != targets[n]]
     full = [[*ids, int(targets[n])] if ids and n != 3 else ids for n, ids in enumerate(kept)]
-    found = linear_logprobs(h, w, targets, sampling_mask=SamplingMask.from_lists(kept, missing="add"))
-    for name, ours, exact in zip(("logps", "lse"), found[::2], statistics(h, w, targets, full)[::2]):
+    actual = linear_logprobs(h, w, targets, sampling_mask=SamplingMask.from_lists(kept, missing="add"))
+    for name, ours, exact in zip(("logps", "lse"), actual[::2], statistics(h, w, targets, full)[::2]):
         assert_close(ours, exact.double(), 1e-6, name=name)
 
 
@@ -306,8 +306,8 @@ def test_sets_of_tokens_that_are_not_supervised_are_not_looked_at():
     targets[2:4] = -100
     kept = [[int(x)] if x >= 0 else [10**6, -5] for x in targets]
     for compact in (True, False):
-        found = linear_logprobs(h, w, targets, sampling_mask=SamplingMask.from_lists(kept), compact=compact)
-        assert (found.logps == 0).all()
+        actual = linear_logprobs(h, w, targets, sampling_mask=SamplingMask.from_lists(kept), compact=compact)
+        assert (actual.logps == 0).all()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a device-side assertion ends the process's use of the GPU")
@@ -332,9 +332,11 @@ def test_constructors_of_other_forms():
     empty = SamplingMask.from_padded(torch.full((2, 3, 0), -1, dtype=torch.int64))
     assert len(empty) == 6 and not empty.offsets.any()
     masks = [([1, 2], [0, 1, 2]), None]
-    wanted = SamplingMask.from_completions(masks, starts=2, length=5)
+    expected = SamplingMask.from_completions(masks, starts=2, length=5)
     for starts in (torch.tensor(2), torch.tensor([2, 0]), (2, 4)):
-        found = SamplingMask.from_completions(masks, starts=starts, length=5)
-        assert torch.equal(found.offsets, wanted.offsets) and torch.equal(found.token_ids, wanted.token_ids)
+        actual = SamplingMask.from_completions(masks, starts=starts, length=5)
+        assert torch.equal(actual.offsets, expected.offsets) and torch.equal(
+            actual.token_ids, expected.token_ids
+        )
     with pytest.raises(TypeError, match="^kept: expected lists of integer token ids, got floats"):
         SamplingMask.from_lists([[1.5, 2]])

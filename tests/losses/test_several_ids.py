@@ -147,14 +147,14 @@ def test_nothing_but_the_ids(dtype, scale):
     for ids, own in ((torch.arange(40).expand(3, 40), None), (torch.arange(6).expand(3, 6), bias)):
         h, options = h.detach().requires_grad_(), {"bias": own, "logit_scale": scale / 10, "temperature": 0.1}
         logps = linear_logprobs(h, w, ids, **options).logps
-        (found,) = torch.autograd.grad(logps.float().sin().sum(), h)
+        (actual,) = torch.autograd.grad(logps.float().sin().sum(), h)
         results = []
         for x in (h.detach().double(), h.detach()):
             x.requires_grad_()
             b = None if own is None else own.to(x.dtype)
             z = reference.ids_logprobs(x, w.to(x.dtype), ids, **options | {"bias": b})[0]
             results.append(torch.autograd.grad(z.sin().sum(), x)[0])
-        assert_close(found, *results, name="d_hidden")
+        assert_close(actual, *results, name="d_hidden")
 
 
 def test_masked_vocabulary():
@@ -223,9 +223,9 @@ def test_topk_of_equal_logits_and_without_gradient():
 def test_topk_of_one_id():
     mask = torch.tensor([True, False, True])
     hidden, weight = torch.randn(3, 2), torch.randn(1, 2)
-    found = linear_topk(hidden, weight, 1, mask=mask)
-    assert not found.logps.any() and not found.ids.any()
-    torch.testing.assert_close(found.lse, (hidden @ weight.T)[:, 0] * mask)
+    actual = linear_topk(hidden, weight, 1, mask=mask)
+    assert not actual.logps.any() and not actual.ids.any()
+    torch.testing.assert_close(actual.lse, (hidden @ weight.T)[:, 0] * mask)
 
 
 def test_topk_ranks_unrounded_logits():
@@ -314,7 +314,7 @@ def sharded_cases():
 
 
 def numbers(group, rank) -> list[dict]:
-    found = []
+    actual = []
     for ids, k, head, leaves in sharded_cases():
         tensors = {"hidden": random(N, H), "weight": random(V, H), "bias": random(V)}
         for name in ("weight", "bias"):
@@ -333,17 +333,17 @@ def numbers(group, rank) -> list[dict]:
             combined("all", *out).sum() + combined("renormalized", *out).sum() + combined("lse", *out).sum()
         )
         gradients = torch.autograd.grad(value, [tensors[name] for name in leaves])
-        found.append(
+        actual.append(
             {"logps": out.logps.detach(), "entropy": out.entropy.detach(), "lse": out.lse.detach()}
             | {f"best {name}": x for name, x in best._asdict().items()}
             | {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
         )
-    return found
+    return actual
 
 
 def on_a_rank():
     group, rank = dist.group.WORLD, dist.get_rank()
-    found, errors = numbers(group, rank), []
+    actual, errors = numbers(group, rank), []
     # Equal logits in both shards, and more ids than one of them has.
     weight = torch.ones(V, 2).split(SIZES)[rank]
     ties = linear_topk(torch.ones(1, 2), weight, 9, tp_group=group).ids.tolist()
@@ -358,7 +358,7 @@ def on_a_rank():
             call()
         except ValueError as error:
             errors.append(str(error))
-    return found, ties, low.ids.tolist(), errors
+    return actual, ties, low.ids.tolist(), errors
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are on the CPU, and the truth must be too")

@@ -52,12 +52,12 @@ class Numbers(TokenStatistics):
     """`TokenStatistics` as a loss: a function of every statistic that it returns."""
 
     def __call__(self, hidden, weight, targets, *, bias=None):
-        found, plan = self.statistics(hidden, weight, targets, bias=bias)
+        actual, plan = self.statistics(hidden, weight, targets, bias=bias)
         values = (
-            found["logps"].cos() + 0.1 * found["lse"].square() + found.get("entropy", torch.zeros(())) ** 2
+            actual["logps"].cos() + 0.1 * actual["lse"].square() + actual.get("entropy", torch.zeros(())) ** 2
         )
         return Answer(
-            values.sum(), {name: x.detach() for name, x in found.items() if x.shape == targets.shape}, plan
+            values.sum(), {name: x.detach() for name, x in actual.items() if x.shape == targets.shape}, plan
         )
 
 
@@ -160,12 +160,12 @@ def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ..
         out = loss(leaves["hidden"], leaves["weight"], ids, bias=leaves["bias"], **options)
     assert loss.logits_budget not in (SMALL, SMALL_BESIDE_TWINS) or out.plan.chunks > 2, out.plan
     value = out.loss if out.loss.dim() == 0 else (out.loss * here(random(*out.loss.shape, seed=20))).sum()
-    found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
-    found |= {f"token {name}": x.double() for name, x in out.tokens.items()}
+    actual = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
+    actual |= {f"token {name}": x.double() for name, x in out.tokens.items()}
     if trained:
         gradients = torch.autograd.grad(1.7 * value, [leaves[name] for name in trained])
-        found |= {f"d_{name}": x for name, x in zip(trained, gradients, strict=True)}
-    return found
+        actual |= {f"d_{name}": x for name, x in zip(trained, gradients, strict=True)}
+    return actual
 
 
 def cases():
@@ -183,16 +183,16 @@ def cut(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
 def everything() -> dict:
     """What a rank finds."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    sizes, found = SIZES[group.size()], {}
+    sizes, actual = SIZES[group.size()], {}
     head = here({"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS})
     for name, loss, options, trained in cases():
         options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
         operands = {key: x if key == "hidden" else cut(x, sizes, rank) for key, x in head.items()}
-        found[name] = run(replace(loss, tp_group=group), options, operands, trained)
+        actual[name] = run(replace(loss, tp_group=group), options, operands, trained)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         operands = {key: (x if key == "hidden" else cut(x, sizes, rank)).to(dtype) for key, x in head.items()}
-        found[str(dtype)] = run(CrossEntropyLoss(z_loss=0.01, tp_group=group), {}, operands, TRAINED["all"])
-    return found | apart(rank, group, sizes, head)
+        actual[str(dtype)] = run(CrossEntropyLoss(z_loss=0.01, tp_group=group), {}, operands, TRAINED["all"])
+    return actual | apart(rank, group, sizes, head)
 
 
 def apart(rank: int, group, sizes, head) -> dict:
@@ -207,9 +207,9 @@ def apart(rank: int, group, sizes, head) -> dict:
     by_name = CrossEntropyLoss(tp_group="tp")(head["hidden"], sharded, targets())
     by_name.loss.backward()
     assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
-    found = {"dtensor": {"loss": by_name.loss.detach(), "d_weight": sharded.grad.full_tensor()}}
+    actual = {"dtensor": {"loss": by_name.loss.detach(), "d_weight": sharded.grad.full_tensor()}}
     by_mesh = CrossEntropyLoss(tp_group=mesh)(head["hidden"], cut(head["weight"], sizes, rank), targets())
-    found["mesh"] = {"loss": by_mesh.loss}
+    actual["mesh"] = {"loss": by_mesh.loss}
 
     # Tokens of one logit far above all others, and of equal ones on all ranks.
     logits = torch.zeros(3, V, dtype=torch.float64)
@@ -217,7 +217,7 @@ def apart(rank: int, group, sizes, head) -> dict:
     eye = torch.eye(V, dtype=torch.float64)
     ids = torch.tensor([40, 5, 33])
     out = CrossEntropyLoss(tp_group=group, reduction="none")(logits, cut(eye, sizes, rank), ids)
-    found["confident"] = {"loss": out.loss, "metric token_accuracy": out.metrics["token_accuracy"]}
+    actual["confident"] = {"loss": out.loss, "metric token_accuracy": out.metrics["token_accuracy"]}
     equal = CrossEntropyLoss(tp_group=group)(
         torch.zeros_like(logits[:1]), cut(eye, sizes, rank), torch.tensor([0])
     )
@@ -226,8 +226,8 @@ def apart(rank: int, group, sizes, head) -> dict:
     far[: sizes[0]] = 0.0
     x, row = torch.ones(1, 1, requires_grad=True), cut(far[:, None], sizes, rank).clone().requires_grad_()
     CrossEntropyLoss(tp_group=group)(x, row, torch.tensor([V - 1])).loss.backward()
-    found["no share"] = {"d_hidden": x.grad, "d_weight": row.grad}
-    found["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
+    actual["no share"] = {"d_hidden": x.grad, "d_weight": row.grad}
+    actual["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
     for name in MAIN:
         (loss, options), weight = CASES[name], cut(head["weight"], sizes, rank).requires_grad_()
         options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in here(options).items()}
@@ -235,21 +235,21 @@ def apart(rank: int, group, sizes, head) -> dict:
         replace(loss, tp_group=group)(
             head["hidden"], weight, targets(), accumulate_into=main, grad_scale=1.7, **options
         ).loss.backward()
-        found[f"main {name}"] = {"d_weight": main}
-    found |= resized(group, rank, head) | {"peaks": peaks(group, rank) if watched(ranks) else {}}
-    found["heads"] = several_heads(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
-    found["depths"] = several_depths(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
-    found["ignored"] = [
+        actual[f"main {name}"] = {"d_weight": main}
+    actual |= resized(group, rank, head) | {"peaks": peaks(group, rank) if watched(ranks) else {}}
+    actual["heads"] = several_heads(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
+    actual["depths"] = several_depths(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
+    actual["ignored"] = [
         not_a_number(CrossEntropyLoss(tp_group=group, compact=compact), head, sizes, rank, labels)
         for compact in (True, False)
         for labels in (torch.full((B, T), -100), targets())
     ]
     mine = distribute_tensor(head["weight"], mesh, [Shard(0)])
-    found["depths of a DTensor"] = several_depths(lambda x: mine if x.dim() > 1 else None, tp_group="tp")
+    actual["depths of a DTensor"] = several_depths(lambda x: mine if x.dim() > 1 else None, tp_group="tp")
     x = SimpleNamespace(
         **head, shard=cut(head["weight"], sizes, rank), sharded=sharded, group=group, rank=rank
     )
-    return found | {"errors": {what: refusal(attempt, x) for what, (attempt, _) in BAD.items()}}
+    return actual | {"errors": {what: refusal(attempt, x) for what, (attempt, _) in BAD.items()}}
 
 
 def refusal(attempt: Callable, x: SimpleNamespace) -> str:
@@ -315,7 +315,7 @@ def resized(group, rank: int, head) -> dict[str, dict]:
     """A head whose shards change between calls, on one rank in place: nobody is told, and all must notice."""
     first, second = RESIZED[group.size()]
     weight = torch.nn.Parameter(cut(head["weight"][:-5], first, rank).clone())
-    found = {}
+    actual = {}
     for name, rows, sizes in (("before", V - 5, first), ("after", V, second)):
         if weight.shape[0] != sizes[rank]:
             weight.data = cut(head["weight"][:rows], sizes, rank).clone()
@@ -325,9 +325,9 @@ def resized(group, rank: int, head) -> dict[str, dict]:
                 out = CrossEntropyLoss(tp_group=group)(hidden, weight, targets() % (V - 5))
                 (d_hidden,) = torch.autograd.grad(out.loss, hidden)
             this = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads}
-            found[f"resized {name}{time}"] = this | {"shard": weight.detach().clone()}
+            actual[f"resized {name}{time}"] = this | {"shard": weight.detach().clone()}
             del out  # its graph holds the weight's shape
-    return found
+    return actual
 
 
 def watched(ranks: int) -> bool:
@@ -337,7 +337,7 @@ def watched(ranks: int) -> bool:
 
 def peaks(group, rank: int) -> dict[str, tuple[int, int]]:
     """Bytes at the peak of each divergence, and those that it may take."""
-    wide, found = 500, {}
+    wide, actual = 500, {}
     shard = random(wide, H, seed=rank).float().requires_grad_()
     hidden, taught = random(100, H).float().requires_grad_(), random(100, TEACHER_H).float()
     teacher = {"teacher_hidden": taught, "teacher_weight": random(wide, TEACHER_H, seed=rank).float()}
@@ -347,8 +347,8 @@ def peaks(group, rank: int) -> dict[str, tuple[int, int]]:
             out = loss(hidden, shard, torch.arange(100), **teacher)
         assert out.plan.chunks > 3
         # Beside the budget: sums of d_weight, the chunks' matrices, numbers of each token.
-        found[name] = watcher.peak, 2**19 + 2 * shard.nbytes + 6 * hidden.nbytes
-    return found
+        actual[name] = watcher.peak, 2**19 + 2 * shard.nbytes + 6 * hidden.nbytes
+    return actual
 
 
 @torch.no_grad()
@@ -369,9 +369,9 @@ def several_heads(rows, **options) -> dict[str, Tensor]:
     loss = MedusaLoss(logits_budget=SMALL_BESIDE_TWINS, z_loss=0.1, **options)
     out = loss(hidden, heads, targets(), base_weight=weight, base_bias=rows(here(BIAS)))
     (1.7 * out.loss).backward()
-    found = {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": weight.grad} | out.metrics
-    found |= {f"d_{name}": x.grad for name, x in heads.named_parameters()}
-    return found
+    actual = {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": weight.grad} | out.metrics
+    actual |= {f"d_{name}": x.grad for name, x in heads.named_parameters()}
+    return actual
 
 
 def several_depths(rows, **options) -> dict[str, Tensor]:
@@ -390,8 +390,8 @@ def not_a_number(loss, head, sizes, rank, labels) -> dict:
     operands = [head["hidden"], cut(head["weight"], sizes, rank), cut(head["bias"], sizes, rank)]
     hidden, weight, bias = (x.clone().requires_grad_() for x in operands)
     (loss(hidden, weight, here(labels), bias=bias).loss * torch.nan).backward()
-    found = {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
-    return {name: (x == 0, x.isnan()) for name, x in found.items()}
+    actual = {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+    return {name: (x == 0, x.isnan()) for name, x in actual.items()}
 
 
 # Losses that add to a shard's main gradient.
@@ -421,20 +421,20 @@ def test_a_main_gradient_of_each_shard(ranks):
 def test_ignored_tokens_have_no_gradient_whatever_arrives(ranks):
     supervised = (targets() != -100)[..., None].cpu()
     for rank in ranks:
-        for i, found in enumerate(rank["ignored"]):
+        for i, actual in enumerate(rank["ignored"]):
             kept = supervised if i % 2 else torch.zeros_like(supervised)
-            for name, (zero, nan) in found.items():
+            for name, (zero, nan) in actual.items():
                 expected = kept.expand(zero.shape) if name == "hidden" else kept.any().expand(zero.shape)
                 assert torch.equal(nan, expected) and torch.equal(zero, ~expected), (i, name)
 
 
-def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], tolerance: float) -> None:
-    assert all(rank.keys() == truth.keys() for rank in found)
+def assert_equal(actual: list[dict[str, Tensor]], truth: dict[str, Tensor], tolerance: float) -> None:
+    assert all(rank.keys() == truth.keys() for rank in actual)
     for name, x in truth.items():
         if name in ("d_weight", "d_bias"):
-            ours = [torch.cat([rank[name] for rank in found])]
+            ours = [torch.cat([rank[name] for rank in actual])]
         else:
-            ours = [rank[name] for rank in found]
+            ours = [rank[name] for rank in actual]
             # Bit for bit the same everywhere: a replica must not drift.
             assert all(torch.equal(ours[0], other) for other in ours), name
         assert (ours[0] - x).norm() <= tolerance * max(x.norm(), 1e-3), f"{name}: {ours[0]} instead of {x}"
@@ -455,14 +455,14 @@ def test_several_heads(ranks):
         truth = run_whole(lambda x: x.clone())
         projections = [key for key in truth if key.startswith("d_medusa_head") and truth[key].shape[0] == V]
         assert len(projections) == (2 if name == "heads" else 0)
-        found = [rank[name] for rank in ranks]
+        actual = [rank[name] for rank in ranks]
         for key in projections:
-            ours = torch.cat([rank.pop(key) for rank in found])
+            ours = torch.cat([rank.pop(key) for rank in actual])
             torch.testing.assert_close(ours, truth.pop(key), rtol=1e-9, atol=1e-11)
-        assert_equal(found, truth, 1e-10)
-    found = [rank["depths of a DTensor"] for rank in ranks]
+        assert_equal(actual, truth, 1e-10)
+    actual = [rank["depths of a DTensor"] for rank in ranks]
     truth = several_depths(lambda x: x.clone() if x.dim() > 1 else None)
-    for rank in found:
+    for rank in actual:
         torch.testing.assert_close(rank, truth, rtol=1e-9, atol=1e-11)
 
 
@@ -474,11 +474,13 @@ def test_in_low_precision(ranks, dtype):
         CrossEntropyLoss(z_loss=0.01), {}, {name: x.double() for name, x in rounded.items()}, TRAINED["all"]
     )
     naive = run(CrossEntropyLoss(z_loss=0.01), {}, rounded, TRAINED["all"])
-    found = [rank[str(dtype)] for rank in ranks]
+    actual = [rank[str(dtype)] for rank in ranks]
     for name, x in truth.items():
         if name.startswith("metric token"):
             continue
-        ours = torch.cat([rank[name] for rank in found]) if name in ("d_weight", "d_bias") else found[0][name]
+        ours = (
+            torch.cat([rank[name] for rank in actual]) if name in ("d_weight", "d_bias") else actual[0][name]
+        )
         error, allowed = ((y.double() - x).norm() / x.norm() for y in (ours, naive[name]))
         assert (
             error <= 2 * allowed + 8 * torch.finfo(dtype if name.startswith("d_") else torch.float32).eps
@@ -528,11 +530,11 @@ def test_shards_that_change_between_calls(ranks):
         loss = CrossEntropyLoss()(hidden, weight, targets() % (V - 5)).loss
         (d_hidden,) = torch.autograd.grad(loss, hidden)
         for rank in ranks:
-            found = rank[f"resized {name}"]
-            torch.testing.assert_close(found["loss"], loss.detach())
-            torch.testing.assert_close(found["d_hidden"], d_hidden)
+            actual = rank[f"resized {name}"]
+            torch.testing.assert_close(actual["loss"], loss.detach())
+            torch.testing.assert_close(actual["d_hidden"], d_hidden)
             expected = 1 if name.endswith("again") else 2
-            assert len(found["reads"]) == expected, "\n\n".join(found["reads"])
+            assert len(actual["reads"]) == expected, "\n\n".join(actual["reads"])
 
 
 def test_divergences_stay_within_the_budget(ranks):

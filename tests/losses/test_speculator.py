@@ -60,7 +60,7 @@ class World:
 
 def pairs_of(w: World, k: int, offset: int, masks) -> list[tuple[int, int, int]]:
     """(row of the draft, row of the verifier, predicted token), flat, that count in step k; by hand."""
-    found, ends, total = [], [], 0
+    actual, ends, total = [], [], 0
     for length in w.lengths:
         total += length
         ends += [total] * length
@@ -75,8 +75,8 @@ def pairs_of(w: World, k: int, offset: int, masks) -> list[tuple[int, int, int]]
             continue
         token = position + offset + k + 1
         if token < ends[position] and all(mask.view(-1)[token] for mask in masks):
-            found.append((row, token - 1, token))
-    return found
+            actual.append((row, token - 1, token))
+    return actual
 
 
 def definition(
@@ -233,8 +233,8 @@ def compared(w: World, loss: SpeculatorLoss, case: dict, **given) -> None:
         assert relative_error(ours.detach(), truth.detach()) < 1e-11
     used = [x for x in w.trained() if x is not None]
     theirs = torch.autograd.grad(truth, used, upstream, allow_unused=True)
-    found = torch.autograd.grad(ours, used, upstream, allow_unused=True)
-    for x, a, b in zip(used, found, theirs, strict=True):
+    actual = torch.autograd.grad(ours, used, upstream, allow_unused=True)
+    for x, a, b in zip(used, actual, theirs, strict=True):
         if b is None or not b.any():
             assert a is None or not a.any()
         else:
@@ -409,7 +409,7 @@ def test_products(what, steps, budget):
     w.weight.requires_grad_(trained)
     given = call_of(w, bias=None, mask=w.mask)
     pairs = [pairs_of(w, k, 1, [w.mask]) for k in range(steps)]
-    count, rows = sum(map(len, pairs)), len({at for found in pairs for _, at, _ in found})
+    count, rows = sum(map(len, pairs)), len({at for actual in pairs for _, at, _ in actual})
     width = w.draft if options.get("teacher_softmax") == "draft" else w.vocab
     draft, verifier = count * w.draft * H, rows * width * HV
     with GemmCounter(1, 1, 1) as counter:
@@ -560,10 +560,10 @@ def test_estimate_is_the_plan(reduction):
     out = loss(w.hiddens, w.weight, **call_of(w, bias=None))
     sizes = {"tokens": 21, "hidden_size": H, "vocab_size": 40}
     sizes |= {"teacher_vocab_size": 64, "teacher_hidden_size": HV}
-    found = estimate(loss, sequences=3, steps=3, dtype=torch.float32, device=DEVICE.type, **sizes)
-    assert found.plan == out.plan and found.products == (3 if reduction == "mean" else 4)
+    actual = estimate(loss, sequences=3, steps=3, dtype=torch.float32, device=DEVICE.type, **sizes)
+    assert actual.plan == out.plan and actual.products == (3 if reduction == "mean" else 4)
     # 3 sequences of 7: rows 1 to 5 of the verifier, for 5 + 4 + 3 pairs.
     passes = 1 if reduction == "mean" else 2
-    assert found.other_products == pytest.approx(passes * 5 / 12)
+    assert actual.other_products == pytest.approx(passes * 5 / 12)
     with pytest.raises(ValueError, match="steps: expected the number of steps"):
         estimate(loss, **sizes)

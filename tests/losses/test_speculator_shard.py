@@ -62,8 +62,8 @@ def run(name: str, budget: int | None, rank: int | None = None, dtype=torch.floa
     trained = [*w.hiddens, weight, bias]
     gradients = torch.autograd.grad((out.loss * upstream).sum(), trained, allow_unused=True)
     names = [*(f"d_hidden {k}" for k in range(w.steps)), "d_weight", "d_bias"]
-    found = {"loss": out.loss.detach(), **out.metrics}
-    return found | {name: x for name, x in zip(names, gradients, strict=True) if x is not None}
+    actual = {"loss": out.loss.detach(), **out.metrics}
+    return actual | {name: x for name, x in zip(names, gradients, strict=True) if x is not None}
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -91,9 +91,9 @@ def refusals(rank: int) -> dict[str, str]:
 
 def everything() -> dict:
     rank = dist.get_rank()
-    found = {name: run(name, budget, rank) for name, budget in CHUNKED.items()}
-    found["fp32"] = run("lk_hybrid", None, rank, torch.float32)
-    return found | {"errors": refusals(rank)}
+    actual = {name: run(name, budget, rank) for name, budget in CHUNKED.items()}
+    actual["fp32"] = run("lk_hybrid", None, rank, torch.float32)
+    return actual | {"errors": refusals(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +102,10 @@ def ranks():
     return on_devices(2, everything)
 
 
-def assert_equal(found: list[dict], truth: dict, tolerance: float) -> None:
-    assert all(rank.keys() == truth.keys() for rank in found)
+def assert_equal(actual: list[dict], truth: dict, tolerance: float) -> None:
+    assert all(rank.keys() == truth.keys() for rank in actual)
     for name, x in truth.items():
-        ours = [rank[name] for rank in found]
+        ours = [rank[name] for rank in actual]
         if name in ("d_weight", "d_bias"):
             ours = [torch.cat(ours)]
         else:

@@ -47,10 +47,10 @@ def test_the_joined_heads_numbers(name, is_trained):
     x.bias.requires_grad_()
     options = {"logits_budget": 8 * V * 4}
     expected = outcome(CALLS[name], x, torch.cat((frozen, trained), 1), *leaves, **options)
-    found = outcome(CALLS[name], x, SplitHead(frozen, trained), *leaves, **options)
-    torch.testing.assert_close(found, expected)
+    actual = outcome(CALLS[name], x, SplitHead(frozen, trained), *leaves, **options)
+    torch.testing.assert_close(actual, expected)
     assert all(map(torch.equal, operands, before)), "an operand was written to"
-    assert all(gradient.any() for gradient in found[1])
+    assert all(gradient.any() for gradient in actual[1])
 
 
 def test_dtypes():
@@ -88,8 +88,8 @@ def test_compiled_in_one_graph():
         return loss(replace(x, weight=SplitHead(frozen, trained)), heads)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found, expected = (outcome(f, x, None, x.hidden, trained) for f in (compiled, call))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (outcome(f, x, None, x.hidden, trained) for f in (compiled, call))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_refusals():

@@ -202,13 +202,13 @@ def test_the_gathered_path_holds_neither_logits_nor_rows():
 def test_gathered_gradients_are_the_same_in_every_run():
     h, w = torch.randn(50, 16), torch.randn(900, 16)
     teacher = given(50, 4, 3)  # three ids share all tokens
-    found = []
+    actual = []
     for _ in range(2):
         weight = w.clone().requires_grad_()
         loss = DistillationLoss(support="teacher", topk_mode="renormalize")
         loss(h, weight, teacher_logprobs_topk=teacher).loss.backward()
-        found.append(weight.grad)
-    assert torch.equal(*found) and not found[0][3:].any() and found[0][:3].any()
+        actual.append(weight.grad)
+    assert torch.equal(*actual) and not actual[0][3:].any() and actual[0][:3].any()
 
 
 def test_the_given_ids_are_read_in_the_calls_one_sync():
@@ -238,8 +238,8 @@ def test_inside_a_compiled_graph():
         compiled, same = torch.compile(all_of_them, backend="aot_eager", fullgraph=True)(h, w)
     torch.testing.assert_close(compiled, eager)
     assert torch.equal(best, same)
-    truth, found = torch.autograd.grad(eager, (h, w)), torch.autograd.grad(compiled, (h, w))
-    torch.testing.assert_close(found, truth)
+    truth, actual = torch.autograd.grad(eager, (h, w)), torch.autograd.grad(compiled, (h, w))
+    torch.testing.assert_close(actual, truth)
 
 
 @pytest.mark.parametrize("support", ["teacher", "student", "union"])
@@ -360,20 +360,20 @@ def test_what_stands_at_masked_tokens_is_not_looked_at(options, compact):
     wrong_values, wrong_ids = values.clone(), ids.clone()
     wrong_ids[1], wrong_ids[3], wrong_values[1], wrong_values[3] = -100, 10**6, 3.0, torch.nan
     h, w = torch.randn(4, 8, requires_grad=True), torch.randn(720, 8, requires_grad=True)
-    loss, found = DistillationLoss(**{"support": "teacher"} | options, compact=compact), []
+    loss, actual = DistillationLoss(**{"support": "teacher"} | options, compact=compact), []
     for known in ((values, ids), (wrong_values, wrong_ids)):
         value = loss(h, w, mask=mask, teacher_logprobs_topk=known).loss
-        found.append((value.detach(), *torch.autograd.grad(value, (h, w))))
-    assert all(map(torch.equal, *found))
+        actual.append((value.detach(), *torch.autograd.grad(value, (h, w))))
+    assert all(map(torch.equal, *actual))
 
 
 @pytest.mark.parametrize("options", [{}, {"support": "teacher", "k": 2}], ids=["whole", "support"])
 def test_vocabularies_of_different_size_are_told_once(options):
     teachers.warn_of_sizes.cache_clear()
-    with pytest.warns(UserWarning, match="shared_vocabulary") as found:
+    with pytest.warns(UserWarning, match="shared_vocabulary") as actual:
         call(DistillationLoss(**options), V_teacher=9)
         call(DistillationLoss(**options), V_teacher=9)
-    ours = [warning for warning in found if "shared_vocabulary" in str(warning.message)]
+    ours = [warning for warning in actual if "shared_vocabulary" in str(warning.message)]
     assert len(ours) == 1 and ours[0].filename == __file__
     teachers.warn_of_sizes.cache_clear()
     with warnings.catch_warnings():
@@ -407,7 +407,7 @@ def sharded_cases():
 
 
 def solved(group, rank) -> list[dict]:
-    found = []
+    actual = []
     for support, options in sharded_cases():
         teacher = {"teacher_hidden": random(N, H_TEACHER), "teacher_weight": random(V, H_TEACHER)}
         teacher["teacher_bias"] = random(V, seed=1)
@@ -431,12 +431,12 @@ def solved(group, rank) -> list[dict]:
             warnings.simplefilter("ignore")
             out = loss(hidden, weight, labels, bias=bias, **teacher)
         gradients = torch.autograd.grad(1.7 * out.loss, list(leaves.values()))
-        found.append(
+        actual.append(
             {"loss": out.loss.detach(), **out.metrics}
             | {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
             | {"plan": out.plan.columns}
         )
-    return found
+    return actual
 
 
 def on_a_rank():

@@ -162,10 +162,10 @@ class Result(NamedTuple):
 
 def classes() -> dict[str, list[str]]:
     """Model types by the name of the class, in the order of the mapping."""
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        found.setdefault(name, []).append(kind)
-    return found
+        actual.setdefault(name, []).append(kind)
+    return actual
 
 
 def sizes(config_class: type, changes: dict[str, Any]) -> dict[str, Any]:
@@ -174,16 +174,16 @@ def sizes(config_class: type, changes: dict[str, Any]) -> dict[str, Any]:
         getattr(config_class, "attribute_map", {})
     )
     known |= set(getattr(config_class, "__dataclass_fields__", {}))
-    found = {name: value for name, value in (SMALL | NOTICED).items() if name in known}
+    actual = {name: value for name, value in (SMALL | NOTICED).items() if name in known}
     inner = {name: getattr(config_class, name, None) for name in getattr(config_class, "sub_configs", {})}
     if inner and any(x is None for x in inner.values()):
         whole = config_class(**{name: x for name, x in changes.items() if not isinstance(x, dict)})
         inner = {name: getattr(whole, name, None) for name in inner}
     for name, config in inner.items():
         if config is not None:
-            found[name] = sizes(type(config), changes.get(name, {}))
-            found[name] |= {"model_type": config.model_type} if config.model_type else {}
-    return found | {name: value for name, value in changes.items() if name not in inner}
+            actual[name] = sizes(type(config), changes.get(name, {}))
+            actual[name] |= {"model_type": config.model_type} if config.model_type else {}
+    return actual | {name: value for name, value in changes.items() if name not in inner}
 
 
 def tiny(name: str) -> PreTrainedModel:
@@ -233,16 +233,16 @@ def compare(name: str) -> Result:
         return Result("refused", described(error))
     if isinstance(theirs, Result):
         return theirs
-    ours, found = gradients(model, **inputs)
+    ours, actual = gradients(model, **inputs)
     fields = set(theirs.keys()) - {"logits"}
     assert set(ours.keys()) == fields, f"{name}: {set(ours.keys())}, not {fields}"
     torch.testing.assert_close(
         ours.loss, theirs.loss, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
     )
-    assert found.keys() == expected.keys(), f"{name}: {found.keys() ^ expected.keys()}"
+    assert actual.keys() == expected.keys(), f"{name}: {actual.keys() ^ expected.keys()}"
     largest = max(x.norm() for x in expected.values())
     errors = {
-        n: ((found[n] - x).norm() / x.norm().clamp(min=1e-6 * largest)).item() for n, x in expected.items()
+        n: ((actual[n] - x).norm() / x.norm().clamp(min=1e-6 * largest)).item() for n, x in expected.items()
     }
     worst = max(errors, key=errors.get)
     assert errors[worst] < 1e-3, f"{name}: gradient of {worst} is off by {errors[worst]:.1e}"
@@ -254,11 +254,11 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:220]
 
 
-def page(found: dict[str, Result]) -> Iterator[str]:
+def page(actual: dict[str, Result]) -> Iterator[str]:
     """The paragraphs of docs/models.md: what does not work in tables, the rest as a list of names."""
     kinds = classes()
     count = {
-        verdict: sum(len(kinds[n]) for n, r in found.items() if r.verdict == verdict) for verdict in VERDICTS
+        verdict: sum(len(kinds[n]) for n, r in actual.items() if r.verdict == verdict) for verdict in VERDICTS
     }
     yield HEADER.format(
         version=transformers.__version__,
@@ -266,13 +266,13 @@ def page(found: dict[str, Result]) -> Iterator[str]:
         **{verdict.replace(" ", "_"): n for verdict, n in count.items()},
     )
     for verdict, title in VERDICTS.items():
-        names = [name for name, result in found.items() if result.verdict == verdict]
+        names = [name for name, result in actual.items() if result.verdict == verdict]
         if verdict == "equal":
             yield f"\n## {title}\n\n{', '.join(names)}."
             continue
         yield f"\n## {title}\n\n| class | model types | message |\n|---|---|---|"
         for name in names:
-            yield f"| {name} | {', '.join(kinds[name])} | {found[name].detail} |"
+            yield f"| {name} | {', '.join(kinds[name])} | {actual[name].detail} |"
 
 
 VERDICTS = {"refused": "Refused", "not run": "Not run", "equal": "Equal"}

@@ -80,15 +80,15 @@ def test_every_model(name):
 def check_budget(name):
     """With an activation budget the gradients are the model's own, and nothing is held after the step."""
 
-    def found():
+    def computed():
         torch.manual_seed(1)
         return gradients(model, **inputs)[1]
 
     try:
         model = tiny(name).train()
         inputs = labelled(model)
-        found()  # BigBird changes its attention in the first call
-        truth = found()
+        computed()  # BigBird changes its attention in the first call
+        truth = computed()
         fitted = fit_activations(model, 10**9)
     except Exception as error:
         pytest.skip(f"{name}: {error}")
@@ -104,7 +104,7 @@ def check_budget(name):
     gc.disable()
     try:
         for _ in range(2):  # all layers recomputed, then all kept
-            grads = found()
+            grads = computed()
             assert held_bytes() == 0, fitted.last_plan
             assert grads.keys() == truth.keys() and all(torch.equal(grads[n], x) for n, x in truth.items())
             fitted._needs_count = fitted.last_plan.levels[0] == "full"

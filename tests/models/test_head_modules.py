@@ -134,13 +134,13 @@ def projection():
 @pytest.mark.parametrize("made", [projection, lambda: parametrizations.weight_norm(head())])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_subclass_of_linear_and_a_parametrized_weight(made, frozen):
-    found = []
+    actual = []
     for compute in (stock, lambda h, m: CrossEntropyLoss(logits_budget=1000)(h, m, TARGETS).loss):
         module = made().requires_grad_(not frozen)
         hidden = random(B, T, H, seed=2).requires_grad_()
         (3 * compute(hidden, module)).backward()
-        found.append([hidden.grad, *(x.grad for x in module.parameters())])
-    torch.testing.assert_close(found[1], found[0])
+        actual.append([hidden.grad, *(x.grad for x in module.parameters())])
+    torch.testing.assert_close(actual[1], actual[0])
 
 
 # --- adapters
@@ -163,17 +163,17 @@ def stock(hidden, module, bias=None):
 def test_lora_gets_its_gradient(frozen):
     module = adapted(head())
     module.get_base_layer().requires_grad_(not frozen)
-    found = []
+    actual = []
     for compute in (stock, lambda h, m: CrossEntropyLoss(logits_budget=1000)(h, m, TARGETS).loss):
         module.zero_grad()
         hidden = random(B, T, H, seed=2).requires_grad_()
         loss = compute(hidden, module)
         loss.backward()
-        found.append(
+        actual.append(
             [loss.detach(), hidden.grad, *(x.grad for x in module.parameters() if x.grad is not None)]
         )
-    assert len(found[0]) == (4 if frozen else 6)
-    torch.testing.assert_close(found[1], found[0])
+    assert len(actual[0]) == (4 if frozen else 6)
+    torch.testing.assert_close(actual[1], actual[0])
 
 
 def test_lora_as_a_teacher_and_a_reference():
@@ -255,8 +255,8 @@ def test_options_of_a_reference_and_a_teacher(loss, field):
         return loss(hidden, plain, TARGETS, **given).loss
 
     options = {f"{field}_softcap": 2.0, f"{field}_logit_scale": 0.5}
-    found = call(loss(), capped)
-    assert torch.equal(found, call(loss(**options), plain)) and found != call(loss(), plain)
+    actual = call(loss(), capped)
+    assert torch.equal(actual, call(loss(**options), plain)) and actual != call(loss(), plain)
 
 
 def test_head_of_a_module_and_of_layers_in_front():
@@ -417,8 +417,8 @@ def test_head_of_a_model_whose_head_is_hooked_or_overridden(earlier):
         head_of(model)
     hook = model.lm_head.register_forward_hook(lambda module, args, out: 0.5 * out)
     hidden = model.model(ids).last_hidden_state
-    found = CrossEntropyLoss()(hidden, head_of(model), ids, shift=True).loss
-    torch.testing.assert_close(found, model(ids, labels=ids).loss)
+    actual = CrossEntropyLoss()(hidden, head_of(model), ids, shift=True).loss
+    torch.testing.assert_close(actual, model(ids, labels=ids).loss)
     hook.remove()
     assert head_of(model).logit_scale == 1
     head = model.lm_head

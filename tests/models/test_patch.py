@@ -29,10 +29,10 @@ def same_as_stock(model, **inputs):
     twin = transformers.AutoModelForCausalLM.from_config(model.config)
     twin.load_state_dict(model.state_dict())
     theirs, expected = gradients(twin, **INPUTS | inputs)
-    ours, found = gradients(model, **INPUTS | inputs)
+    ours, actual = gradients(model, **INPUTS | inputs)
     assert ours.logits is None
     torch.testing.assert_close(ours.loss, theirs.loss)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_patch_tells_what_it_did(caplog):
@@ -106,10 +106,10 @@ def test_a_step_without_targets_trains_nothing(family, options):
     nothing = {"labels": torch.full_like(IDS, -100), "num_items_in_batch": torch.tensor(0)}
     twin = transformers.AutoModelForCausalLM.from_config(model.config)
     twin.load_state_dict(model.state_dict())
-    (theirs, expected), (ours, found) = (gradients(x, **INPUTS | nothing) for x in (twin, model))
+    (theirs, expected), (ours, actual) = (gradients(x, **INPUTS | nothing) for x in (twin, model))
     assert ours.loss.isnan() and theirs.loss.isnan()
-    torch.testing.assert_close(found, expected)
-    assert any(x.any() for x in found.values()) == (family == "mixtral")  # its router loss
+    torch.testing.assert_close(actual, expected)
+    assert any(x.any() for x in actual.values()) == (family == "mixtral")  # its router loss
 
 
 def test_a_trainers_steps_with_and_without_targets(tmp_path):
@@ -131,10 +131,10 @@ def test_a_trainers_steps_with_and_without_targets(tmp_path):
         trainer.train()
         logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
         runs.append((logs, {name: x.detach() for name, x in model.named_parameters()}))
-    (theirs, expected), (ours, found) = runs
+    (theirs, expected), (ours, actual) = runs
     assert theirs[0] == ours[0] == (0.0, 0.0) and ours[1][1] > 0
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_function_of_the_users_is_honoured():
@@ -391,13 +391,13 @@ def test_adapters_that_come_after_the_patch():
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
-    ours, found = gradients(adapted, **INPUTS)
+    ours, actual = gradients(adapted, **INPUTS)
     stock = tiny_model()
     torch.manual_seed(0)
     theirs, expected = gradients(peft.get_peft_model(stock, config), **INPUTS)
     torch.testing.assert_close(ours.loss, theirs.loss)
-    torch.testing.assert_close(found, expected)
-    assert ours.logits is None and any("lm_head.lora_A" in name for name in found)
+    torch.testing.assert_close(actual, expected)
+    assert ours.logits is None and any("lm_head.lora_A" in name for name in actual)
     patch()
     assert not any(STATES in module.__dict__ for module in adapted.modules())
 
@@ -429,9 +429,9 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module():
     partition(model.lm_head)
     patch = patch_model(model)
     assert patch.checked.startswith("not checked yet")
-    _, found = gradients(model, **INPUTS)
+    _, actual = gradients(model, **INPUTS)
     assert patch.checked == "checked at step 1" and model.lm_head.weight.numel() == 0
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 # --- the probes
@@ -495,9 +495,9 @@ def test_tokens_that_the_model_selects_by_the_attention_mask():
     inputs = INPUTS | {"attention_mask": (torch.arange(11) < torch.tensor([[11], [7]])).long()}
     theirs, expected = gradients(model, **inputs)
     assert patch_model(model).checked == "checked at attach"
-    ours, found = gradients(model, **inputs)
+    ours, actual = gradients(model, **inputs)
     torch.testing.assert_close(ours.loss, theirs.loss)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_use_of_the_attention_mask_is_refused_at_once():

@@ -135,13 +135,13 @@ def summarize(rows: list[dict]) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    actual = {"python": sys.version.split()[0]}
     for name in ("cosmic-ray", "torch", "triton", "transformers", "trl", "pytest"):
         try:
-            found[name] = version(name)
+            actual[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            actual[name] = "absent"
+    return actual
 
 
 def main(

@@ -72,12 +72,12 @@ def sample(sources: dict[str, str], count: int, seed: int) -> list[Mutant]:
     drawn = []
     for file, source in sources.items():
         draw = random.Random(f"{seed} {file}")
-        found = list(places(file, source).values())
-        draw.shuffle(found)
+        actual = list(places(file, source).values())
+        draw.shuffle(actual)
         offset = draw.random()
-        for index, variants in enumerate(found):
+        for index, variants in enumerate(actual):
             draw.shuffle(variants)
-            order = (index + offset) / len(found) if index else -1.0
+            order = (index + offset) / len(actual) if index else -1.0
             drawn.append((order, draw.random(), file, variants))
     mutants = []
     for _, _, file, variants in sorted(drawn):
@@ -93,15 +93,15 @@ def places(file: str, source: str) -> dict[tuple, list[tuple[str, int]]]:
     """What can be done at each place: (start, end) -> [(operator, its occurrence in the file)]."""
     tree = get_ast(source)
     occurrences: dict[str, int] = defaultdict(int)
-    found = defaultdict(list)
+    actual = defaultdict(list)
     for node in ast_nodes(tree):
         for name, operator in OPERATORS.items():
             for start, end in operator.mutation_positions(node):
                 leaf = tree.get_leaf_for_position(start, include_prefixes=True)
                 if not is_left_out(leaf, file, name):
-                    found[start, end].append((name, occurrences[name]))
+                    actual[start, end].append((name, occurrences[name]))
                 occurrences[name] += 1
-    return found
+    return actual
 
 
 def is_left_out(leaf: NodeOrLeaf, file: str, operator: str) -> bool:

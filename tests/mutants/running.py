@@ -63,10 +63,10 @@ def select_tests(tree: Path, file: str) -> list[str]:
         shared = len(set(stem.split("_")) & set(test.stem.split("_")))
         return is_near and has_its_name, imports_it, shared, len(mentions.findall(text)), -len(text)
 
-    found = {test: found for test in sorted(tests.rglob("test_*.py")) if (found := relevance(test))}
-    if not found:
+    actual = {test: actual for test in sorted(tests.rglob("test_*.py")) if (actual := relevance(test))}
+    if not actual:
         raise ValueError(f"file: expected tests for {file}, got none; add its folder to BESIDE.")
-    return [str(test.relative_to(tree)) for test in sorted(found, key=found.get, reverse=True)]
+    return [str(test.relative_to(tree)) for test in sorted(actual, key=actual.get, reverse=True)]
 
 
 def needs_interpreter(source: str) -> bool:

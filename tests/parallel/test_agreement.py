@@ -77,22 +77,22 @@ def sequences(rank: int) -> dict:
 
 def everything() -> dict[str, str]:
     os.environ["LOGITLESS_DEBUG"] = "1"
-    rank, found = dist.get_rank(), {}
+    rank, actual = dist.get_rank(), {}
     for name, attempt in (vocabulary(rank) | sequences(rank)).items():
         try:
             attempt()
-            found[name] = "fine"
+            actual[name] = "fine"
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            actual[name] = f"{type(error).__name__}: {error}"
     agreement.PATIENCE, start = 1.0, time.monotonic()
     if rank == 0:  # the other has no call left
         try:
             CrossEntropyLoss(tp_group=dist.group.WORLD)(*operands(1))
         except ValueError as error:
-            found["calls"] = str(error)
-    found["seconds"] = time.monotonic() - start
+            actual["calls"] = str(error)
+    actual["seconds"] = time.monotonic() - start
     dist.barrier()
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")

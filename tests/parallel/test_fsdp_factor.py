@@ -172,21 +172,21 @@ def refused(case: Case, change=None) -> str:
 
 
 def everything() -> dict:
-    found = {name: plain(case) for name, case in CASES.items()}
+    actual = {name: plain(case) for name, case in CASES.items()}
     for name, case in CASES.items():
         for way in ("tensors", "a module"):
-            found[name, way] = gathered(case, WAYS[way])
+            actual[name, way] = gathered(case, WAYS[way])
     for way in ("computed", "compiled"):
-        found["own group", way] = gathered(CASES["own group"], WAYS[way])
-    found["tensor parallel", "rows of the head"] = gathered(
+        actual["own group", way] = gathered(CASES["own group"], WAYS[way])
+    actual["tensor parallel", "rows of the head"] = gathered(
         CASES["tensor parallel"], WAYS["rows of the head"]
     )
-    found["hook"] = refused(Case(), lambda model: model.output.set_all_reduce_hook(lambda x: None))
-    found["twice"] = refused(Case(mesh="2 x 1", factor=3.0))
+    actual["hook"] = refused(Case(), lambda model: model.output.set_all_reduce_hook(lambda x: None))
+    actual["twice"] = refused(Case(mesh="2 x 1", factor=3.0))
 
     with mock.patch.object(module, "_parameters_of", side_effect=AttributeError("no sharded_param")):
-        found["unknown"] = refused(Case())
-    return found
+        actual["unknown"] = refused(Case())
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -209,13 +209,13 @@ def test_other_heads(ranks, name, way):
 
 
 def check(ranks, name: str, way: str) -> None:
-    for found in ranks:
-        expected = found[name]
-        assert found[name, way].keys() == expected.keys()
+    for actual in ranks:
+        expected = actual[name]
+        assert actual[name, way].keys() == expected.keys()
         for key, x in expected.items():
             assert x.norm() > 0
             torch.testing.assert_close(
-                found[name, way][key], x, rtol=1e-9, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+                actual[name, way][key], x, rtol=1e-9, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
             )
 
 
@@ -250,6 +250,6 @@ def test_torchtitan_with_tensor_parallelism():
     ],
 )
 def test_refused(ranks, name, message):
-    for found in ranks:
-        assert found[name].startswith(message)
-        assert name == "twice" or "weight.full_tensor(grad_placements=" in found[name]
+    for actual in ranks:
+        assert actual[name].startswith(message)
+        assert name == "twice" or "weight.full_tensor(grad_placements=" in actual[name]

@@ -285,5 +285,5 @@ class Rounding(TorchFunctionMode):
             z = x.detach()
             size = 1 + z.clamp(min=z.amax(-1, keepdim=True) - 100).abs().amax(-1, keepdim=True)
             return _LogSoftmax.apply(x, self.error(z, size), self.error(z, size))
-        found = func(*args, **(kwargs or {}))
-        return found + self.error(found, 1 + found.detach().abs()) if name == "logsumexp" else found
+        actual = func(*args, **(kwargs or {}))
+        return actual + self.error(actual, 1 + actual.detach().abs()) if name == "logsumexp" else actual

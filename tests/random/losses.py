@@ -88,11 +88,11 @@ def stats(w: World, z: Tensor) -> dict[str, Tensor]:
 
 def per_token(w: World, z: Tensor) -> dict[str, Tensor]:
     """What `return_logps` and `return_predictions` return."""
-    found = stats(w, z.detach())
+    actual = stats(w, z.detach())
     names = ["logps", "lse"] if w.options.get("return_logps") else []
     names += ["predictions"] if w.options.get("return_predictions") else []
-    found["predictions"] = found["predictions"].masked_fill(~w.counted, w.ignore_index)
-    return {name: found[name] for name in names}
+    actual["predictions"] = actual["predictions"].masked_fill(~w.counted, w.ignore_index)
+    return {name: actual[name] for name in names}
 
 
 def mean(w: World, x: Tensor) -> Tensor:
@@ -110,17 +110,17 @@ def reduced(w: World, values: Tensor) -> Tensor:
 
 
 def weights(w: World) -> dict[str, Tensor]:
-    found = {
+    actual = {
         "class_weights": w.uniform("class", w.case.V) + 0.25,
         "token_weights": w.random("token", w.S, w.T),
     }
-    return {name: x for name, x in found.items() if name in w.case.inputs}
+    return {name: x for name, x in actual.items() if name in w.case.inputs}
 
 
 def cross_entropy(w: World, z: Tensor):
-    value, found = reference.cross_entropy(z, w.eye, w.targets, **w.inputs, **defined(w)), stats(w, z)
-    metrics = {"token_accuracy": mean(w, found["is_top1"]), "entropy": mean(w, found["entropy"])}
-    z_loss = w.options.get("z_loss", 0.0) * found["lse"].square()
+    value, actual = reference.cross_entropy(z, w.eye, w.targets, **w.inputs, **defined(w)), stats(w, z)
+    metrics = {"token_accuracy": mean(w, actual["is_top1"]), "entropy": mean(w, actual["entropy"])}
+    z_loss = w.options.get("z_loss", 0.0) * actual["lse"].square()
     return value, metrics | {"z_loss": mean(w, z_loss), "num_tokens": w.counted.sum().double()}
 
 
@@ -185,8 +185,8 @@ def of_sequences(function: Callable):
 def nll_targets(w: World) -> dict[str, Tensor]:
     """Labels of ORPO's NLL: those of the completion, and others before it."""
     more = w.ids("nll_targets", w.S, w.T).masked_fill(~w.valid, w.ignore_index)
-    found = torch.where(w.targets == w.ignore_index, w.aligned(more, w.ignore_index), w.targets)
-    return {"nll_targets": found} if "nll_targets" in w.case.inputs else {}
+    actual = torch.where(w.targets == w.ignore_index, w.aligned(more, w.ignore_index), w.targets)
+    return {"nll_targets": actual} if "nll_targets" in w.case.inputs else {}
 
 
 def judged(w: World) -> dict:
@@ -196,15 +196,15 @@ def judged(w: World) -> dict:
 
 def rollout(w: World) -> dict[str, Tensor]:
     drawn, shape = w.case.inputs, {"sequences": (w.S,), "tokens": (w.S, w.T)}
-    found = {"advantages": w.random("advantages", *shape[drawn["advantages"]])}
+    actual = {"advantages": w.random("advantages", *shape[drawn["advantages"]])}
     if "old_logps" in drawn:
         old = w.near_logps("old_logps", drawn["old_logps"])
-        found["old_logps"] = old.sum(1).float().double() if "sums" in drawn else old
+        actual["old_logps"] = old.sum(1).float().double() if "sums" in drawn else old
     if "sampling_logps" in drawn:
-        found["sampling_logps"] = w.near_logps("sampling_logps", 0.1)
+        actual["sampling_logps"] = w.near_logps("sampling_logps", 0.1)
     if "importance_weights" in drawn:
-        found["importance_weights"] = w.uniform("importance", *shape[drawn["importance_weights"]]) + 0.5
-    return found | near(w)
+        actual["importance_weights"] = w.uniform("importance", *shape[drawn["importance_weights"]]) + 0.5
+    return actual | near(w)
 
 
 def one_token(case: Call) -> bool:
@@ -319,10 +319,10 @@ def slots(w: World) -> Tensor:
     return w.ids("ids", *shape).masked_fill(empty, w.ignore_index)
 
 
-def weighed(found: dict[str, Tensor], upstream: dict[str, Tensor]) -> Tensor:
-    total = found["lse"].new_zeros(())
+def weighed(actual: dict[str, Tensor], upstream: dict[str, Tensor]) -> Tensor:
+    total = actual["lse"].new_zeros(())
     for name, x in upstream.items():
-        total = total + torch.where(found[name] > -torch.inf, found[name] * x, 0.0).sum()
+        total = total + torch.where(actual[name] > -torch.inf, actual[name] * x, 0.0).sum()
     return total
 
 
@@ -332,14 +332,14 @@ def logprobs(w: World, z: Tensor):
         if w.case.shift:
             ids = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], w.ignore_index)), 1)
         options = {"ignore_index": w.ignore_index, **w.head}
-        found = dict(zip(("logps", "entropy", "lse"), reference.ids_logprobs(z, w.eye, ids, **options)))
+        actual = dict(zip(("logps", "entropy", "lse"), reference.ids_logprobs(z, w.eye, ids, **options)))
     else:
-        found = {name: stats(w, z)[name] for name in ("logps", "entropy", "lse")}
-    value = weighed(found, upstreams(w))
+        actual = {name: stats(w, z)[name] for name in ("logps", "entropy", "lse")}
+    value = weighed(actual, upstreams(w))
     return (
         value,
         {},
-        {name: x for name, x in found.items() if name != "entropy" or "entropy" in w.case.inputs},
+        {name: x for name, x in actual.items() if name != "entropy" or "entropy" in w.case.inputs},
     )
 
 
@@ -348,9 +348,9 @@ def make_logprobs(w: World) -> Callable:
         targets = w.ours("ids", slots(w)) if "ids" in w.case.inputs else targets
         options = {name: x for name, x in w.case.inputs.items() if name == "entropy"}
         out = ll.linear_logprobs(hidden, weight, targets, **given, **options, **w.options)
-        found = {name: x for name, x in out._asdict().items() if x is not None}
+        actual = {name: x for name, x in out._asdict().items() if x is not None}
         upstream = {name: w.ours("upstream", x).nan_to_num() for name, x in upstreams(w).items()}
-        return ll.LossOutput(weighed(found, upstream), {}, None, found)
+        return ll.LossOutput(weighed(actual, upstream), {}, None, actual)
 
     return call
 
@@ -359,14 +359,14 @@ def topk(w: World, z: Tensor):
     logps, ids = reference.best_ids(z, w.eye, min(w.case.inputs["k"], w.case.V), **w.head)
     logits = reference.head_logits(z, w.eye, **w.head)
     log_p = logits.log_softmax(-1)
-    found = {
+    actual = {
         "logps": logps,
         "ids": ids,
         "entropy": -(log_p.exp() * log_p).sum(-1),
         "lse": logits.logsumexp(-1),
     }
-    dropped = {name: ~w.mask.view(*w.mask.shape, *[1] * (x.dim() - 2)) for name, x in found.items()}
-    return z.new_zeros(()), {}, {name: x.masked_fill(dropped[name], 0) for name, x in found.items()}
+    dropped = {name: ~w.mask.view(*w.mask.shape, *[1] * (x.dim() - 2)) for name, x in actual.items()}
+    return z.new_zeros(()), {}, {name: x.masked_fill(dropped[name], 0) for name, x in actual.items()}
 
 
 def make_topk(w: World) -> Callable:
@@ -384,8 +384,8 @@ def make_topk(w: World) -> Callable:
 OBSERVABLE = tuple(name for name in NAMES if name != "lse_residual")
 
 
-def mixture(found: dict[str, Tensor]) -> Tensor:
-    return sum((i + 1) * (0.05 * x).sin() for i, x in enumerate(found.values()))
+def mixture(actual: dict[str, Tensor]) -> Tensor:
+    return sum((i + 1) * (0.05 * x).sin() for i, x in enumerate(actual.values()))
 
 
 @functools.cache
@@ -416,12 +416,12 @@ def make_own(w: World) -> ll.TokenLoss:
 
 
 def own(w: World, z: Tensor):
-    found = stats(w, z)
-    values = mixture({name: found[name] for name in w.case.inputs["differentiates"]})
+    actual = stats(w, z)
+    values = mixture({name: actual[name] for name in w.case.inputs["differentiates"]})
     values = (values * w.inputs.get("token_weights", 1.0)).masked_fill(~w.counted, 0)
     if "by_sequence" in w.case.inputs:
         values = (values.sum(1) / w.counted.sum(1).clamp(min=1)).tanh()[:, None].expand_as(values)
-    return reduced(w, values), {name: mean(w, found[name]) for name in w.case.inputs["observes"]}
+    return reduced(w, values), {name: mean(w, actual[name]) for name in w.case.inputs["observes"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,11 +237,11 @@ def test_every_formula_in_a_graph(graphs, name, options):
         w = World(replace(case, lengths=lengths, seed=seed))
         w.inputs = FAMILIES[name].given(w)
         solve(FAMILIES[name], w)  # gives the upstream gradient its shape
-        found = run(FAMILIES[name], w)
+        actual = run(FAMILIES[name], w)
         made = len(graphs)
         with pytest.MonkeyPatch.context() as without:
             without.setattr(compiled, "COMPILES_ON", ())
-            torch.testing.assert_close(found, run(FAMILIES[name], w), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(actual, run(FAMILIES[name], w), rtol=1e-12, atol=1e-12)
         assert None not in graphs.values()
         if name != "distillation" and options.get("reduction") != "none":
             assert made == 1 or (made == 2 and lengths not in several)
@@ -259,9 +259,9 @@ def check(case: Call) -> None:
     if (truth["value"].abs() > 1e18).any():
         return  # its square is no fp32 number
     rounded = [solve(family, w, Rounding(eps, seed)) for seed in range(ROUNDINGS)]
-    found = run(family, w)
+    actual = run(family, w)
     scale = abs(case.upstream) if math.isfinite(case.upstream) else 1.0
-    names = {name for name in found if not name.startswith("d_")} ^ {*truth} ^ {"d_products"}
+    names = {name for name in actual if not name.startswith("d_")} ^ {*truth} ^ {"d_products"}
     assert not names, f"{names}: on one side alone"
     allowed, largest = {}, max([1.0, *w.products.abs().reshape(-1).tolist()])
     for name, x in truth.items():
@@ -274,9 +274,9 @@ def check(case: Call) -> None:
             size = size * torch.finfo(case.dtype).eps / eps
         allowed[name] = SLACK * (spread + eps * (x.abs().nan_to_num() + size)) + 1e-13
         if name != "d_products":
-            close(name, found[name], x, allowed[name])
+            close(name, actual[name], x, allowed[name])
     compare = compare_gradients if math.isfinite(case.upstream) else compare_where_not_finite
-    compare(w, truth["d_products"], allowed["d_products"], found)
+    compare(w, truth["d_products"], allowed["d_products"], actual)
 
 
 def solve(family: Family, w: World, mode=contextlib.nullcontext()) -> dict[str, Tensor]:  # noqa: B008
@@ -294,10 +294,10 @@ def solve(family: Family, w: World, mode=contextlib.nullcontext()) -> dict[str, 
             (gradient,) = torch.autograd.grad((value * factor).sum(), z)
         (tokens,) = tokens or [per_token(w, z[0])]
     w.shape, w.tokens = value.shape, tuple(tokens)
-    found = {"value": w.lay(value) if value.dim() > 1 else value, "d_products": gradient * w.case.grad_scale}
-    found |= {f"metric {name}": x for name, x in metrics.items()}
-    found |= {f"tokens {name}": w.lay(x) for name, x in tokens.items()}
-    return {name: x.detach().double() for name, x in found.items()}
+    actual = {"value": w.lay(value) if value.dim() > 1 else value, "d_products": gradient * w.case.grad_scale}
+    actual |= {f"metric {name}": x for name, x in metrics.items()}
+    actual |= {f"tokens {name}": w.lay(x) for name, x in tokens.items()}
+    return {name: x.detach().double() for name, x in actual.items()}
 
 
 def upstream(w: World, shape: torch.Size) -> Tensor:
@@ -354,13 +354,13 @@ def _run(family: Family, w: World) -> dict[str, Tensor]:
     if trained:
         factor = upstream(w, w.shape)
         value.backward((w.lay(factor) if factor.dim() > 1 else factor).to(value))
-    found = {"value": value} | {f"metric {name}": x for name, x in metrics.items()}
-    found |= {f"tokens {name}": tokens[name] for name in w.tokens}
-    found |= {f"d_{name}": x.grad for name, x in trained.items()}
+    actual = {"value": value} | {f"metric {name}": x for name, x in metrics.items()}
+    actual |= {f"tokens {name}": tokens[name] for name in w.tokens}
+    actual |= {f"d_{name}": x.grad for name, x in trained.items()}
     if case.main:
-        assert found["d_weight"] is None, "weight.grad beside accumulate_into"
-        found["d_weight"] = given["accumulate_into"] - before
-    return found
+        assert actual["d_weight"] is None, "weight.grad beside accumulate_into"
+        actual["d_weight"] = given["accumulate_into"] - before
+    return actual
 
 
 def of_operands(w: World, dz: Tensor, error: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -403,16 +403,16 @@ def compare_where_not_finite(w: World, dz: Tensor, error: Tensor, found: dict[st
         assert not finite.any(), f"{name}: {finite.sum()} finite numbers of an upstream {case.upstream}"
 
 
-def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tensor]) -> None:
+def compare_gradients(w: World, dz: Tensor, error: Tensor, actual: dict[str, Tensor]) -> None:
     case = w.case
     eps, tiny = torch.finfo(case.dtype).eps, torch.finfo(case.dtype).smallest_normal
     expected = of_operands(w, dz, error)
-    for name in expected.keys() & found.keys():
+    for name in expected.keys() & actual.keys():
         main = case.main and name == "d_weight"
         wanted = torch.float32 if main else case.dtype
-        assert found[name] is not None and found[name].dtype == wanted, f"{name}: not in {wanted}"
+        assert actual[name] is not None and actual[name].dtype == wanted, f"{name}: not in {wanted}"
         truth, allowed = expected[name]
-        close(name, found[name], truth, allowed + 4 * eps * truth.abs() + tiny + 2e-6 * main)
+        close(name, actual[name], truth, allowed + 4 * eps * truth.abs() + tiny + 2e-6 * main)
 
 
 def close(name: str, actual: Tensor, truth: Tensor, allowed: Tensor) -> None:

@@ -46,8 +46,8 @@ def cross_entropy(*operands: torch.Tensor, **options) -> torch.Tensor:
 
 
 def token_logprobs(*operands: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-    found = logitless.linear_logprobs(*operands, entropy=True, **options)
-    return found.logps, found.entropy, found.lse
+    actual = logitless.linear_logprobs(*operands, entropy=True, **options)
+    return actual.logps, actual.entropy, actual.lse
 
 
 @pytest.fixture(autouse=True, params=["reference", "library"])

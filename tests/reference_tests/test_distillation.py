@@ -187,8 +187,8 @@ def test_an_empty_slot_is_as_if_not_given(topk_mode, padding):
     values, ids = BEST[0], torch.cat([BEST[1], torch.tensor(padding).unsqueeze(1)], -1)
     values = torch.cat([values, torch.full_like(values[:, :1], -math.inf)], -1)
     expected, _ = two_tokens(FOUR, teacher_logprobs_topk=BEST, topk_mode=topk_mode)
-    found, _ = two_tokens(FOUR, teacher_logprobs_topk=(values, ids), topk_mode=topk_mode)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    actual, _ = two_tokens(FOUR, teacher_logprobs_topk=(values, ids), topk_mode=topk_mode)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -47,8 +47,8 @@ def test_every_loss_passes(name):
     report = passes(name)
     for how in (ONE_CHUNK, MANY_CHUNKS):
         compared = {key.removeprefix(f"{how}: ") for key in report.errors if key.startswith(how)}
-        wanted = {"multi-token": "d_hidden[0]", "Medusa": "d_medusa_head.0.0.linear.weight"}
-        assert {"loss", wanted.get(name, "d_weight")} <= compared
+        expected = {"multi-token": "d_hidden[0]", "Medusa": "d_medusa_head.0.0.linear.weight"}
+        assert {"loss", expected.get(name, "d_weight")} <= compared
 
 
 @pytest.mark.parametrize("name", UNREDUCED)

@@ -123,19 +123,19 @@ def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
         out = loss(*arguments, **inputs)
         (out.logps if name == "logprobs" else out.loss).sum().backward()
     rows, vocab = (x.targets != -100).sum().item(), sizes["vocab_size"]
-    found = logitless.estimate(loss, **sizes)
-    assert name == "logprobs" or found.plan == out.plan
+    actual = logitless.estimate(loss, **sizes)
+    assert name == "logprobs" or actual.plan == out.plan
     counted = counter.get_total_flops() / (2 * rows * H * vocab)
-    assert found.products + found.other_products * TEACHER_H / H == pytest.approx(counted)
+    assert actual.products + actual.other_products * TEACHER_H / H == pytest.approx(counted)
     gradients = [x.grad.nbytes for x in arguments[:2] if x.grad is not None]
-    assert found.gradient_bytes == sum(gradients)
-    assert found.logits_bytes == B * T * vocab * 4
+    assert actual.gradient_bytes == sum(gradients)
+    assert actual.logits_bytes == B * T * vocab * 4
 
 
 def test_gathered_columns_are_no_products_in_any_walk():
     loss = DistillationLoss(support="teacher", topk_mode="renormalize", reduction="none")
-    found = logitless.estimate(loss, **SIZES | {"vocab_size": 400}, sequences=B, teacher_topk=1)
-    assert found.plan.columns == 1 and len(found.plans) == 2 and found.products == 0
+    actual = logitless.estimate(loss, **SIZES | {"vocab_size": 400}, sequences=B, teacher_topk=1)
+    assert actual.plan.columns == 1 and len(actual.plans) == 2 and actual.products == 0
 
 
 def test_no_memory_is_taken():
@@ -146,8 +146,8 @@ def test_no_memory_is_taken():
         (JSDLoss(logits_dtype=torch.float32), {}),
         (MedusaLoss(), {"heads": 2}),
     ):
-        found = logitless.estimate(loss, **huge, **sizes)
-        assert found.logits_bytes == 2**37 and found.gradient_bytes > 2**51
+        actual = logitless.estimate(loss, **huge, **sizes)
+        assert actual.logits_bytes == 2**37 and actual.gradient_bytes > 2**51
 
 
 def test_several_chunks_sum_in_fp32():
@@ -174,9 +174,9 @@ MEASURED = {
 @pytest.mark.parametrize("tokens", MEASURED)
 def test_the_peak_is_the_one_that_was_measured(tokens):
     size = {"hidden_size": 2048, "vocab_size": 151_936}
-    found = logitless.estimate(CrossEntropyLoss(), tokens=tokens, **size, card="h100-80")
-    assert found.peak_bytes / MIB == pytest.approx(MEASURED[tokens], rel=0.05)
-    assert f"\npeak beyond the inputs: about {found.peak_bytes / MIB:,.1f} MiB\n" in str(found)
+    actual = logitless.estimate(CrossEntropyLoss(), tokens=tokens, **size, card="h100-80")
+    assert actual.peak_bytes / MIB == pytest.approx(MEASURED[tokens], rel=0.05)
+    assert f"\npeak beyond the inputs: about {actual.peak_bytes / MIB:,.1f} MiB\n" in str(actual)
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
@@ -202,8 +202,8 @@ def test_what_is_alive_at_the_peak():
     heads = logitless.estimate(MultiTokenLoss(logits_budget=8 * MIB), **bf16, heads=2)
     assert heads.peak_bytes == 3 * 2 * hidden + 2 * head + heads.chunk_bytes
     with torch.no_grad():
-        found = logitless.estimate(CrossEntropyLoss(), **bf16)
-    assert found.peak_bytes == found.chunk_bytes
+        actual = logitless.estimate(CrossEntropyLoss(), **bf16)
+    assert actual.peak_bytes == actual.chunk_bytes
 
 
 # Of Qwen3-0.6B's head, as TRL's SFT trainer logged it on an H200 (docs/trl.md).
@@ -214,12 +214,14 @@ ON_H200 = "fused: 4094 projected tokens in 1 chunk of 4094, 1232.8 of 2560.0 MiB
 def test_a_card_that_is_not_here_has_the_plan_that_it_ran():
     pytest.importorskip("triton")
     assert ON_H200 in " ".join((Path(__file__).parents[2] / "docs" / "trl.md").read_text().split())
-    found = logitless.estimate(CrossEntropyLoss(), **QWEN, card="h200-141")
-    assert found.plan.describe() == ON_H200
+    actual = logitless.estimate(CrossEntropyLoss(), **QWEN, card="h200-141")
+    assert actual.plan.describe() == ON_H200
     operands = (4094 + 151_936) * 1024 * 2
-    assert found.input_bytes == operands and found.card.memory == 141 * 2**30
-    told = f"planned for h200-141 (141 GiB): about {(operands + found.peak_bytes) / MIB:,.1f} MiB with hidden"
-    assert told in str(found)
+    assert actual.input_bytes == operands and actual.card.memory == 141 * 2**30
+    told = (
+        f"planned for h200-141 (141 GiB): about {(operands + actual.peak_bytes) / MIB:,.1f} MiB with hidden"
+    )
+    assert told in str(actual)
     # Nothing is left behind.
     here = logitless.estimate(CrossEntropyLoss(), **QWEN, device="cpu")
     assert here.plan.budget < 256 * MIB and here.card is None and "planned for" not in str(here)
@@ -238,8 +240,8 @@ def test_a_card_that_is_not_here_has_the_plan_that_it_ran():
 )
 def test_the_budget_is_that_of_a_card(asked, budget):
     """The portable kernels take no memory beside the chunk, so that all of the budget is for its rows."""
-    found = logitless.estimate(CrossEntropyLoss(), **QWEN, **asked)
-    assert found.plan.budget == budget * MIB and found.plan.row_bytes == QWEN["vocab_size"] * 2
+    actual = logitless.estimate(CrossEntropyLoss(), **QWEN, **asked)
+    assert actual.plan.budget == budget * MIB and actual.plan.row_bytes == QWEN["vocab_size"] * 2
     own = logitless.estimate(CrossEntropyLoss(logits_budget=300 * MIB), **QWEN, **asked)
     assert own.plan.budget == 300 * MIB
     logps = functools.partial(linear_logprobs, entropy=True)
@@ -288,11 +290,11 @@ def test_inputs_that_a_card_holds():
 
 
 def test_heads_and_groups():
-    found = logitless.estimate(MedusaLoss(), **SIZES, heads=2)
-    assert found.products == 9 and len(found.plans) == 3
+    actual = logitless.estimate(MedusaLoss(), **SIZES, heads=2)
+    assert actual.products == 9 and len(actual.plans) == 3
     packed = torch.tensor([0, 20, 30, 40, B * T], device=DEVICE)
-    found = logitless.estimate(DPOLoss(), **SIZES, cu_seqlens=packed)
-    assert found.plan.rows == B * T and found.plan.strategy == "resident"
+    actual = logitless.estimate(DPOLoss(), **SIZES, cu_seqlens=packed)
+    assert actual.plan.rows == B * T and actual.plan.strategy == "resident"
     kl = logitless.estimate(KTOLoss(), **SIZES, sequences=B)
     assert kl.plan.strategy == "resident" and len(kl.plans) == 1
     own = logitless.estimate(CrossEntropyLoss(), **SIZES, sequences=B)

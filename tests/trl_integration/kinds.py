@@ -232,22 +232,22 @@ def train_together(*prepared: tuple[Any, Callable[[], Run]]) -> list[Run]:
 
 def for_ranks(kind: str) -> dict[str, Any]:
     """Settings of a config in one of several processes."""
-    found = {"use_cpu": dist.get_backend() == "gloo"}
+    actual = {"use_cpu": dist.get_backend() == "gloo"}
     if kind in ("DPO", "KTO", "GRPO", "RLOO"):
         # Else TRL spreads the reference model over all cards, whoever has them.
-        found["model_init_kwargs"] = {"device_map": None}
-    return found
+        actual["model_init_kwargs"] = {"device_map": None}
+    return actual
 
 
 def rollout(prompt_ids: list[list[int]]) -> list[list[int]]:
     """Completions that depend on the prompt and on how many it had before, whichever process asks."""
-    seen, found = {}, []
+    seen, actual = {}, []
     for ids in prompt_ids:
         count = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
         generator = torch.Generator().manual_seed(1000 * sum(ids) + count)
         length = torch.randint(2, 7, (), generator=generator)
-        found.append(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
-    return found
+        actual.append(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+    return actual
 
 
 def rolled_out(cls: type) -> type:
@@ -255,8 +255,8 @@ def rolled_out(cls: type) -> type:
 
     class RolledOut(cls):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            found = rollout(prompt_ids)
-            return (found, None) if issubclass(cls, trl.GRPOTrainer) else found
+            actual = rollout(prompt_ids)
+            return (actual, None) if issubclass(cls, trl.GRPOTrainer) else actual
 
     return RolledOut if hasattr(cls, "_generate_single_turn") else cls
 

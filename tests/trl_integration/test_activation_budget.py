@@ -29,9 +29,9 @@ def flagged(kind: str, folder, budget: int | str, **more) -> Run:
     return step(kind, folder, activation_budget=budget, **our_pair(kind), **STEPS | more)
 
 
-def assert_equal_gradients(found: Run, wanted: Run) -> None:
-    assert len(found.gradients) == len(wanted.gradients) == STEPS["max_steps"]
-    for mine, theirs in zip(found.gradients, wanted.gradients):
+def assert_equal_gradients(actual: Run, expected: Run) -> None:
+    assert len(actual.gradients) == len(expected.gradients) == STEPS["max_steps"]
+    for mine, theirs in zip(actual.gradients, expected.gradients):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], x) for name, x in theirs.items())
 
 
@@ -136,8 +136,8 @@ def test_out_of_memory_in_a_step(tmp_path):
     for notes in (1, 0):
         with pytest.raises(torch.OutOfMemoryError, match="no memory") as caught:
             trainer.training_step(trainer.model, {})
-        found = getattr(caught.value, "__notes__", [])
-        assert len(found) == notes and all("activation_budget: no plan yet" in note for note in found)
+        actual = getattr(caught.value, "__notes__", [])
+        assert len(actual) == notes and all("activation_budget: no plan yet" in note for note in actual)
         undo()
 
 

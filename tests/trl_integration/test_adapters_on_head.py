@@ -28,12 +28,12 @@ def compare(model, *, rtol=1e-4, atol=1e-6) -> None:
     theirs, expected = gradients(model, **INPUTS)
     patch_model(model, logits_budget=2**14)
     torch.manual_seed(2)
-    mine, found = gradients(model, **INPUTS)
+    mine, actual = gradients(model, **INPUTS)
     assert theirs.logits is not None and mine.logits is None
     torch.testing.assert_close(mine.loss, theirs.loss, rtol=rtol, atol=atol)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= rtol * grad.norm(), name
+        assert (actual[name] - grad).norm() <= rtol * grad.norm(), name
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "granite", "cohere"])
@@ -94,9 +94,9 @@ def test_rows_of_tied_embeddings_that_are_switched_off():
     plain = torch.nn.functional.linear(hidden, layer.base_layer.weight)
 
     def logits():
-        found = hidden @ head_of(base).weight.T
-        torch.testing.assert_close(found, base.lm_head(hidden))
-        return found
+        actual = hidden @ head_of(base).weight.T
+        torch.testing.assert_close(actual, base.lm_head(hidden))
+        return actual
 
     assert not torch.allclose(logits(), plain)
     with model.disable_adapter():
@@ -121,9 +121,9 @@ def test_only_what_is_switched_on_takes_part():
     def logits():
         wide, weight, _ = head_of(base).operands(hidden)
         weight = weight if isinstance(weight, torch.Tensor) else torch.cat(tuple(weight), dim=1)
-        found = wide @ weight.T
-        torch.testing.assert_close(found, base.lm_head(hidden))
-        return found
+        actual = wide @ weight.T
+        torch.testing.assert_close(actual, base.lm_head(hidden))
+        return actual
 
     assert not torch.allclose(logits(), plain)
     with model.disable_adapter():
@@ -143,9 +143,9 @@ def test_only_what_is_switched_on_takes_part():
     ],
     ids=["dora", "ia3", "loha"],
 )
-def test_other_adapters_are_refused(config, found):
+def test_other_adapters_are_refused(config, actual):
     model = peft.get_peft_model(tiny_model(), config)
-    message = f"model: expected no adapter but plain LoRA on the LM head, got .*{found}.*; remove 'lm_head'"
+    message = f"model: expected no adapter but plain LoRA on the LM head, got .*{actual}.*; remove 'lm_head'"
     with pytest.raises(ValueError, match=message):
         patch_model(model)
     base = tiny_model()

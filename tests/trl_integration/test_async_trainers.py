@@ -114,14 +114,14 @@ NO_TRANSFER = SimpleNamespace(
 def varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
     """`flash_attn_varlen_func`: each segment of queries attends to its own path of keys, aligned at the
     end."""
-    found = []
+    actual = []
     for i in range(len(cu_q) - 1):
         q, (k, v) = query[cu_q[i] : cu_q[i + 1]], (x[cu_k[i] : cu_k[i + 1]] for x in (key, value))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(k) - len(q)).logical_not()
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
-    return torch.cat(found)
+        actual.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(actual)
 
 
 @pytest.fixture(autouse=True)
@@ -263,8 +263,8 @@ def test_apply_to_a_trainer_that_exists(tmp_path, kind, make):
     with trainer.chunked_loss.attach_models():
         same = trainer.model.forward == forward
         assert same is (kind == "AsyncDistillation"), "a head that nothing calls"
-    found = gradients()
+    actual = gradients()
     assert trainer.last_plan.chunks > 1
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     undo()
     assert type(trainer) is cls and torch.equal(gradients(), expected)

@@ -183,18 +183,18 @@ def test_names_that_trl_has_moved(tmp_path):
 
 
 def test_gkd_s_teacher_with_an_emptied_head(folder):
-    found = []
+    actual = []
 
     def change(trainer):
         apply_to(trainer)
         batch, weight = next(iter(trainer.get_train_dataloader())), trainer.model.lm_head.weight
-        if found:
+        if actual:
             partition(trainer.teacher_model.lm_head)
         loss = trainer.compute_loss(trainer.model, batch)
-        found.append((loss, torch.autograd.grad(loss, weight)[0]))
+        actual.append((loss, torch.autograd.grad(loss, weight)[0]))
         trainer.train = lambda: None
 
     for _ in range(2):
         step("GKD", folder, change=change)
-    for whole, other in zip(*found, strict=True):
+    for whole, other in zip(*actual, strict=True):
         torch.testing.assert_close(other, whole)

@@ -149,7 +149,7 @@ PREDICTING = [kind for kind in ALL if kind not in ("OnlineDPO", "A2PO")]
 def test_evaluation_and_predictions(folder, monkeypatch, kind):
     """The evaluation loss without logits, and what is predicted, where stock predicts: its own logits."""
     serve(monkeypatch)
-    found = []
+    actual = []
 
     def evaluate(trainer):
         trainer.compute_metrics, data = None, trainer.train_dataset.select(range(4))
@@ -160,7 +160,7 @@ def test_evaluation_and_predictions(folder, monkeypatch, kind):
         torch.manual_seed(0)
         trainer.compute_metrics = lambda prediction: {"size": float(prediction.predictions[0].size)}
         predicted = trainer.predict(data)
-        found.append((loss, predicted))
+        actual.append((loss, predicted))
         trainer.train = lambda: None
 
     def applied(trainer):
@@ -169,7 +169,7 @@ def test_evaluation_and_predictions(folder, monkeypatch, kind):
 
     for change in (evaluate, applied):
         step(kind, folder, change=change, per_device_eval_batch_size=4)
-    (theirs, stock_predicts), (mine, our_predicts) = found
+    (theirs, stock_predicts), (mine, our_predicts) = actual
     assert mine == pytest.approx(theirs, rel=1e-3)
     assert our_predicts.metrics.keys() == stock_predicts.metrics.keys()
     assert our_predicts.metrics["test_loss"] == pytest.approx(stock_predicts.metrics["test_loss"], rel=1e-3)

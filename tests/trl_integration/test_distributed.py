@@ -64,8 +64,8 @@ def ranks(folder):
 @pytest.fixture(scope="module")
 def alone(folder):
     """On the same kind of device."""
-    (found,) = on_devices(1, all_alone, folder)
-    return found
+    (actual,) = on_devices(1, all_alone, folder)
+    return actual
 
 
 def everything(folder) -> dict:
@@ -142,10 +142,10 @@ def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Ten
             logps = model(ids, labels=labels, fused_lm_head=True).log_probs
         loss = -(logps * torch.arange(1.0, ids.shape[1])).sum() / 50
     loss.backward()
-    found = {
+    actual = {
         name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None
     }
-    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items()}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in actual.items()}
 
 
 def wrapped(model: torch.nn.Module, wrapper: str) -> torch.nn.Module:
@@ -162,11 +162,11 @@ def wrapped(model: torch.nn.Module, wrapper: str) -> torch.nn.Module:
 
 
 def all_heads() -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
-    rank, found = dist.get_rank(), {}
+    rank, actual = dist.get_rank(), {}
     for case in ((wrapper, name, score) for wrapper in WRAPPERS for name in MODELS for score in SCORES):
         wrapper, name, score = case
-        found[case] = step(wrapped(scored_model(name, score), wrapper), score, slice(rank, rank + 1))
-    return found
+        actual[case] = step(wrapped(scored_model(name, score), wrapper), score, slice(rank, rank + 1))
+    return actual
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -92,8 +92,8 @@ class AnyKeyword(transformers.Trainer):
 
 class OfTraining(transformers.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return found if return_outputs else 3 * found
+        actual = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return actual if return_outputs else 3 * actual
 
 
 class WithoutOutputs(transformers.Trainer):
@@ -176,21 +176,21 @@ def test_predictions_of_a_model_whose_forward_pass_names_no_arguments(tmp_path):
     def forward(self, *args, **kwargs):
         return transformers.LlamaForCausalLM.forward(self, *args, **kwargs)
 
-    found = []
+    actual = []
     data = labelled_dataset().select_columns(["input_ids", "labels"])
     for flag in (False, True):
         args = transformers.TrainingArguments(**options(tmp_path, remove_unused_columns=False))
         trainer = transformers.Trainer(subclass(forward), args=args, train_dataset=data)
         if flag:
             apply_to(trainer)
-        found.append((trainer.train().training_loss, trainer.predict(data).predictions[1]))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
-    assert found[1][1].shape == found[0][1].shape == (24, 16, VOCAB)
+        actual.append((trainer.train().training_loss, trainer.predict(data).predictions[1]))
+    assert actual[1][0] == pytest.approx(actual[0][0], rel=1e-4)
+    assert actual[1][1].shape == actual[0][1].shape == (24, 16, VOCAB)
 
 
 @pytest.mark.parametrize("forward", [returns_a_tuple, without_return_dict])
 def test_predictions_of_a_forward_pass_of_the_users(tmp_path, forward):
-    found = []
+    actual = []
     for flag in (False, True):
         args = transformers.TrainingArguments(**options(tmp_path))
         trainer = transformers.Trainer(subclass(forward), args=args, train_dataset=labelled_dataset())
@@ -198,9 +198,9 @@ def test_predictions_of_a_forward_pass_of_the_users(tmp_path, forward):
             apply_to(trainer)
         loss = trainer.train().training_loss
         predictions = trainer.predict(labelled_dataset()).predictions
-        found.append((loss, predictions.shape))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
-    assert found[1][1] == found[0][1]
+        actual.append((loss, predictions.shape))
+    assert actual[1][0] == pytest.approx(actual[0][0], rel=1e-4)
+    assert actual[1][1] == actual[0][1]
 
 
 def test_a_forward_of_the_head_that_comes_after_the_first_step(tmp_path):

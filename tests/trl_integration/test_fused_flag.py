@@ -163,9 +163,9 @@ def test_weights_of_fused_lora_layers_that_vllm_gets(folder):
 
     models = [adapted(tiny_model(), target_modules="all-linear", modules_to_save=["norm"]) for _ in range(2)]
     report = fuse_layers(models[0]).report
-    found, wanted = map(sent, models)
-    assert list(found) == list(wanted) and not any("lora" in name for name in found)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = map(sent, models)
+    assert list(actual) == list(expected) and not any("lora" in name for name in actual)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     # Merged and unmerged on the way.
     models[0](torch.tensor([[3, 4]]))
     assert not report.stock_calls

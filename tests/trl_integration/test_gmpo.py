@@ -55,10 +55,10 @@ def test_gmpo(spread, beta):
         logits = hidden @ weight.T
         return trls(logits.log_softmax(-1).gather(-1, x.targets[..., None])[..., 0], x, beta)
 
-    found = []
+    actual = []
     for call in (lambda h, w: loss(h, w, x.targets, **given).loss, stock):
         leaves = x.hidden.clone().requires_grad_(), x.weight.clone().requires_grad_()
         value = call(*leaves)
-        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
-    for ours, theirs in zip(*found, strict=True):
+        actual.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for ours, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -126,9 +126,9 @@ def test_zero_3_with_a_fused_head():
     _, expected = gradients(model, **INPUTS)
     partition(model.lm_head)
     with attach_fused_head(make_per_token_fields)(CHUNKED)(model):
-        _, found = gradients(model, **INPUTS, fused_lm_head=True)
+        _, actual = gradients(model, **INPUTS, fused_lm_head=True)
     assert model.lm_head.weight.numel() == 0
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_zero_3_with_gatherable_logits():

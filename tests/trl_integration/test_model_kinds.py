@@ -23,9 +23,9 @@ def runs(tmp_path, kind, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_embeddings(tmp_path, kind):
-    found = runs(tmp_path, kind, family="tied")
-    assert_same(*found, rtol=tolerance(kind))
-    assert found[1].trainer.model.lm_head.weight is found[1].trainer.model.get_input_embeddings().weight
+    actual = runs(tmp_path, kind, family="tied")
+    assert_same(*actual, rtol=tolerance(kind))
+    assert actual[1].trainer.model.lm_head.weight is actual[1].trainer.model.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,17 +35,17 @@ def test_router_loss(tmp_path, kind):
         model.config.output_router_logits = kind != "Distillation"
         return model
 
-    found = runs(tmp_path, kind, family="mixtral", wrap=routed)
-    assert getattr(found[1].trainer, "aux_loss_enabled", True)
-    assert_same(*found, rtol=tolerance(kind))
+    actual = runs(tmp_path, kind, family="mixtral", wrap=routed)
+    assert getattr(actual[1].trainer, "aux_loss_enabled", True)
+    assert_same(*actual, rtol=tolerance(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_that_peft_trains_whole(tmp_path, kind):
     """The policy's head is a copy, and the reference's the original."""
-    found = runs(tmp_path, kind, wrap=lambda model: adapted(model, modules_to_save=["lm_head"]))
-    assert_same(*found, rtol=tolerance(kind))
-    head = found[1].trainer.model.get_base_model().get_output_embeddings()
+    actual = runs(tmp_path, kind, wrap=lambda model: adapted(model, modules_to_save=["lm_head"]))
+    assert_same(*actual, rtol=tolerance(kind))
+    head = actual[1].trainer.model.get_base_model().get_output_embeddings()
     assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
 
 
@@ -87,10 +87,10 @@ def test_patched_model_sees_the_image():
     model, inputs = tiny_llava(), with_images([{"seed": 0}] * 2)
     theirs, expected = gradients(model, **inputs)
     undo = patch_model(model, logits_budget=2**12)
-    mine, found = gradients(model, **inputs)
+    mine, actual = gradients(model, **inputs)
     assert mine.logits is None
     torch.testing.assert_close(mine.loss, theirs.loss)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert model.model.vision_tower.embeddings.patch_embedding.weight.grad.norm() > 0
     other = model(**inputs | {"pixel_values": -inputs["pixel_values"]}).loss
     assert (other - mine.loss).abs() > 1e-3

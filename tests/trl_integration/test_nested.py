@@ -25,11 +25,11 @@ PATHS = [path for adapter in ADAPTERS.values() for path in adapter.replacements 
 
 
 def functions_of_trl() -> dict:
-    found = {}
+    actual = {}
     for path in PATHS:
         owner, name = import_owner(path)
-        found[path] = vars(owner)[name]
-    return found
+        actual[path] = vars(owner)[name]
+    return actual
 
 
 @pytest.fixture(autouse=True, scope="module")

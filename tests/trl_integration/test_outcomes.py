@@ -18,9 +18,9 @@ def start(tmp_path_factory) -> Start:
 def test_a_planted_fault_is_seen(start):
     """DPO whose beta has the wrong sign where the flag is set."""
     seeds = [measure(start, "DPO", seed, {"beta": -0.1}) for seed in range(3)]
-    found = summary({"seeds": seeds})
-    assert found["verdict"] == "difference" and found["flag"]["mean"] < -0.1
-    assert abs(found["moved"]["mean"]) < 1e-4
+    actual = summary({"seeds": seeds})
+    assert actual["verdict"] == "difference" and actual["flag"]["mean"] < -0.1
+    assert abs(actual["moved"]["mean"]) < 1e-4
     assert [each["parted"]["moved"] for each in seeds] == [None] * 3
 
 
@@ -49,14 +49,14 @@ def test_the_step_at_which_runs_part():
 
 def test_a_metric_that_is_not_finite_fails(start, monkeypatch):
     monkeypatch.setitem(RECIPES, "Medusa", replace(RECIPES["Medusa"], metric=lambda *given: nan))
-    ((_, found),) = measured(start, [("Medusa", 0)], 1, lambda: inf)
-    assert "finite" in found["failed"]
+    ((_, actual),) = measured(start, [("Medusa", 0)], 1, lambda: inf)
+    assert "finite" in actual["failed"]
 
 
 def test_what_fails_or_has_no_time_is_told(start):
     units = [("no recipe", 0), ("Medusa", 0)]
-    ((unit, found),) = measured(start, units[:1], 1, lambda: inf)
-    assert unit == units[0] and "KeyError" in found["failed"]
+    ((unit, actual),) = measured(start, units[:1], 1, lambda: inf)
+    assert unit == units[0] and "KeyError" in actual["failed"]
     assert not [*measured(start, units, 1, lambda: 0.0)]
 
 
@@ -64,20 +64,20 @@ def test_a_difference_fails_the_command():
     differs = {"name": "DPO", "seeds": [], "verdict": "difference"}
     broken = {"name": "SFT", "seeds": [{"seed": 0, "failed": "no"}], "verdict": "failed"}
     equal = {"name": "GRPO", "seeds": [], "verdict": "none found, smaller than 0.1"}
-    found = failed({"quick": False, "outcomes": [differs, broken, equal]})
-    assert found == ["outcomes of DPO: a difference", "outcomes of SFT: no"]
+    actual = failed({"quick": False, "outcomes": [differs, broken, equal]})
+    assert actual == ["outcomes of DPO: a difference", "outcomes of SFT: no"]
 
 
 @pytest.mark.slow
 def test_a_wrong_beta_is_seen_with_eight_seeds(tmp_path):
     start = outcomes.begin(tmp_path, "cpu")
-    found = summary({"seeds": [measure(start, "DPO", seed, {"beta": 0.2}) for seed in range(8)]})
-    assert found["verdict"] == "difference"
+    actual = summary({"seeds": [measure(start, "DPO", seed, {"beta": 0.2}) for seed in range(8)]})
+    assert actual["verdict"] == "difference"
 
 
 @pytest.mark.slow
 def test_processes_beside_each_other(start):
     units = [("Medusa", seed) for seed in range(3)]
-    found = dict(measured(start, units, 2, lambda: 100.0))
-    assert sorted(found) == units and all("failed" not in each for each in found.values())
+    actual = dict(measured(start, units, 2, lambda: 100.0))
+    assert sorted(actual) == units and all("failed" not in each for each in actual.values())
     assert not [*measured(start, units, 2, lambda: 0.0)]

@@ -48,8 +48,8 @@ def test_rounding(name, dtype, monkeypatch, tmp_path):
     config, changes, follows, line = SERVED[name]
     trainer = with_args(config, tmp_path, **changes)
     assert per_token.needs_server_rounding(trainer) == follows
-    found = per_token.describe_server_rounding(trainer)
-    assert found is None if line is None else found.startswith(line)
+    actual = per_token.describe_server_rounding(trainer)
+    assert actual is None if line is None else actual.startswith(line)
     calls = []
     original = per_token.TokenStatistics
     monkeypatch.setattr(per_token, "TokenStatistics", lambda **kw: calls.append(kw) or original(**kw))
@@ -72,8 +72,8 @@ def test_truncation_is_warned_of(option, tmp_path):
     assert per_token.describe_truncated_sampling(of(use_vllm=True, **plain)) is None
     assert per_token.describe_truncated_sampling(of(use_vllm=False, **plain | option)) is None
     ((name, value),) = option.items()
-    found = per_token.describe_truncated_sampling(of(use_vllm=True, **plain | option))
-    assert found.startswith(f"{name}={value}: ") and "#6789" in found
+    actual = per_token.describe_truncated_sampling(of(use_vllm=True, **plain | option))
+    assert actual.startswith(f"{name}={value}: ") and "#6789" in actual
 
 
 def test_the_trainers_that_have_a_server_say_so():

@@ -102,8 +102,8 @@ def loss_and_gradients(trainer, batch):
     trainer.model.zero_grad()
     loss = trainer.compute_loss(trainer.model, dict(batch))
     loss.backward()
-    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in found.items()}}
+    actual = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in actual.items()}}
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_a_trainer_goes_on_after_another_has_come(folder, kinds):
         before.append((trainers[-1], batch_of(trainers[-1])))
         before[-1] += (loss_and_gradients(*before[-1]),)
     for trainer, batch, expected in [*before, *before]:
-        found = loss_and_gradients(trainer, batch)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        actual = loss_and_gradients(trainer, batch)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(actual[name], x) for name, x in expected.items())
     assert not torch.equal(before[0][2]["loss"], before[1][2]["loss"])
 
 
@@ -129,7 +129,7 @@ def test_a_trainer_goes_on_after_another_has_come(folder, kinds):
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "ORPO"])
 def test_what_is_left_after_undo_is_the_stock_trainer(folder, kind, bf16):
     """Taken off after training, when Accelerate has put its autocast on the model: the same bits as never."""
-    found = []
+    actual = []
     for flag in (False, True):
         model = loaded(folder)
         trainer = run(kind, model, folder, flag=flag, bf16=bf16, learning_rate=0.0).trainer
@@ -138,11 +138,13 @@ def test_what_is_left_after_undo_is_the_stock_trainer(folder, kind, bf16):
             with pytest.raises(ValueError, match="expected one with the chunked loss, fused layers or an"):
                 remove_from(trainer)
         torch.manual_seed(0)
-        found.append((trainer, model, loss_and_gradients(trainer, batch_of(trainer))))
-    (theirs, expected, numbers), (mine, model, found) = found
+        actual.append((trainer, model, loss_and_gradients(trainer, batch_of(trainer))))
+    (theirs, expected, numbers), (mine, model, actual) = actual
     assert_stock(model, expected)
     assert vars(mine).keys() == vars(theirs).keys()
-    assert numbers.keys() == found.keys() and all(torch.equal(found[name], x) for name, x in numbers.items())
+    assert numbers.keys() == actual.keys() and all(
+        torch.equal(actual[name], x) for name, x in numbers.items()
+    )
 
 
 def test_undo_gives_back_the_same_objects(tmp_path):
@@ -182,11 +184,11 @@ def test_which_forward_passes_are_on_a_model(folder):
     model = loaded(folder)
     assert forwards_of(model).base == model.forward and forwards_of(model).fused_head is None
     run("SFT", model, folder, flag=False, bf16=True)
-    found = forwards_of(model)
-    assert found.has_outer_autocast and found.base.__func__ is type(model).forward
+    actual = forwards_of(model)
+    assert actual.has_outer_autocast and actual.base.__func__ is type(model).forward
     run("DPO", model, folder, flag=False, bf16=True)
     # Accelerate prepares no model twice: TRL's second head is outside of its autocast.
-    assert not forwards_of(model).has_outer_autocast and forwards_of(model).base == found.base
+    assert not forwards_of(model).has_outer_autocast and forwards_of(model).base == actual.base
     twin = copy.deepcopy(model)
     assert forwards_of(twin).base.__self__ is twin and not forwards_of(twin).has_outer_autocast
 

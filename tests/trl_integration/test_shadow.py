@@ -24,9 +24,9 @@ def world(tmp_path_factory) -> shadow.World:
 @pytest.fixture
 def compared(world, tmp_path) -> Callable[..., list[Step]]:
     def compare(kind: str, steps: int, **options) -> list[Step]:
-        found = shadow.compare(kind, world, tmp_path, steps=steps, logits_budget=BUDGET, **options)
-        assert len(found) == steps
-        return found
+        actual = shadow.compare(kind, world, tmp_path, steps=steps, logits_budget=BUDGET, **options)
+        assert len(actual) == steps
+        return actual
 
     return compare
 

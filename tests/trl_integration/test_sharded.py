@@ -135,7 +135,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_training(ranks, kind):
-    for pair in (found[kind] for found in ranks):
+    for pair in (actual[kind] for actual in ranks):
         assert not isinstance(pair, str), pair
         off, on = pair
         assert off["strategy"] is None and on["strategy"] is not None

@@ -88,8 +88,8 @@ def test_apply_to_keeps_the_references_precision(tmp_path):
     apply_to(trainer)
     policy = trainer.accelerator.prepare_model(trainer.model)
     with torch.no_grad():
-        found = [m(IDS, labels=IDS, fused_lm_head=True).log_probs for m in (policy, trainer.ref_model)]
-    assert torch.equal(*found)
+        actual = [m(IDS, labels=IDS, fused_lm_head=True).log_probs for m in (policy, trainer.ref_model)]
+    assert torch.equal(*actual)
     # Every other call is as it was, and so is generation.
     assert trainer.ref_model(IDS).logits.dtype == torch.float32
     assert trainer.ref_model.generate(IDS, max_new_tokens=2).shape == (2, 11)

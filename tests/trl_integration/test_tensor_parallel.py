@@ -91,7 +91,7 @@ def refused(x):
 
 def own_loop(folder) -> dict:
     """Without a trainer: the model's own loss, ours of its head, and the patched model's."""
-    found, ids = {}, torch.arange(3, 33).view(2, 15).to("cpu" if dist.get_backend() == "gloo" else "cuda")
+    actual, ids = {}, torch.arange(3, 33).view(2, 15).to("cpu" if dist.get_backend() == "gloo" else "cuda")
     for how in ("stock", "head_of", "patched"):
         model = split_model(folder, "gemma2")
         # transformers 5.17 gives the mesh no name, and its heads are gathered.
@@ -106,21 +106,21 @@ def own_loop(folder) -> dict:
                 loss = model(ids, labels=ids).loss
             loss.backward()
         gradients = {name: groups.whole(p.grad) for name, p in model.named_parameters()}
-        found[how] = {"loss": loss.item(), "gradients": gradients}
+        actual[how] = {"loss": loss.item(), "gradients": gradients}
         if how == "patched":
-            found["checked"] = undo.checked
-    return found
+            actual["checked"] = undo.checked
+    return actual
 
 
 def everything(folder) -> dict:
     alone = dist.get_world_size() == 2
     with with_cards():
         cases = CASES if alone else [(kind, "llama") for kind in GRID]
-        found = {case: [attempt(run, *case, folder, flag) for flag in (False, True)] for case in cases}
+        actual = {case: [attempt(run, *case, folder, flag) for flag in (False, True)] for case in cases}
         if alone:
-            found |= {"own loop": attempt(own_loop, folder)}
-            found |= {kind: attempt(run, kind, "llama", folder, True) for kind in (*ROLLING, REFUSED)}
-        return found
+            actual |= {"own loop": attempt(own_loop, folder)}
+            actual |= {kind: attempt(run, kind, "llama", folder, True) for kind in (*ROLLING, REFUSED)}
+        return actual
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,9 @@ def grid(folder):
     return on_devices(4, everything, folder)
 
 
-def check_gradients(found: dict, expected: dict) -> None:
+def check_gradients(actual: dict, expected: dict) -> None:
     assert sum(x.norm() for x in expected.values()) > 1e-2
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6)
 
 
 # Before, the optimizer does not take DTensors beside plain tensors, nor parameters of two meshes.
@@ -169,34 +169,34 @@ def assert_same_runs(off: dict | str, on: dict | str) -> None:
 @trains
 @pytest.mark.parametrize(("kind", "what"), CASES)
 def test_tensor_parallel(ranks, kind, what):
-    for found in ranks:
-        assert_same_runs(*found[kind, what])
+    for actual in ranks:
+        assert_same_runs(*actual[kind, what])
 
 
 @trains
 @pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
 @pytest.mark.parametrize("kind", GRID)
 def test_tensor_parallel_beside_fsdp2(grid, kind):
-    for found in grid:
-        assert_same_runs(*found[kind, "llama"])
+    for actual in grid:
+        assert_same_runs(*actual[kind, "llama"])
 
 
 @trains
 @pytest.mark.parametrize("kind", ROLLING)
 def test_ranks_with_other_tokens(ranks, kind):
-    for found in ranks:
-        assert OTHER_TOKENS in str(found[kind]), found[kind]
+    for actual in ranks:
+        assert OTHER_TOKENS in str(actual[kind]), actual[kind]
 
 
 def test_a_trainer_that_rolls_out_is_refused(ranks):
-    for found in ranks:
-        assert "model: expected no tensor-parallel plan" in str(found[REFUSED]), found[REFUSED]
+    for actual in ranks:
+        assert "model: expected no tensor-parallel plan" in str(actual[REFUSED]), actual[REFUSED]
 
 
 def test_own_loop(ranks):
-    for found in (each["own loop"] for each in ranks):
-        assert not isinstance(found, str), found
+    for actual in (each["own loop"] for each in ranks):
+        assert not isinstance(actual, str), actual
         for how in ("head_of", "patched"):
-            assert found[how]["loss"] == pytest.approx(found["stock"]["loss"], rel=1e-5)
-            check_gradients(found[how]["gradients"], found["stock"]["gradients"])
-        assert found["checked"] == "checked at step 1"
+            assert actual[how]["loss"] == pytest.approx(actual["stock"]["loss"], rel=1e-5)
+            check_gradients(actual[how]["gradients"], actual["stock"]["gradients"])
+        assert actual["checked"] == "checked at step 1"

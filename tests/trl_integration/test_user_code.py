@@ -45,21 +45,21 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
     def numbers():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             outputs = model(IDS, labels=LABELS, fused_lm_head=True)
-        found = {name: getattr(outputs, name) for name in (*FIELDS, "label_mask", "loss")}
+        actual = {name: getattr(outputs, name) for name in (*FIELDS, "label_mask", "loss")}
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients = {
             name: torch.autograd.grad((x * x).sum(), parameters, retain_graph=True)
-            for name, x in found.items()
+            for name, x in actual.items()
             if x.requires_grad
         }
-        return found, gradients
+        return actual, gradients
 
     expected, of_expected = numbers()
     with attach(chunked_loss())(model):
-        found, of_found = numbers()
+        actual, of_found = numbers()
     for name, x in expected.items():
-        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
-        torch.testing.assert_close(found[name], x, rtol=rtol, atol=rtol)
+        assert (actual[name].shape, actual[name].dtype) == (x.shape, x.dtype), name
+        torch.testing.assert_close(actual[name], x, rtol=rtol, atol=rtol)
     assert of_found.keys() == of_expected.keys() == {"log_probs", "entropy", "loss"}
     for name, theirs in of_expected.items():
         for grad, mine in zip(theirs, of_found[name], strict=True):
@@ -381,8 +381,8 @@ def test_a_completion_that_is_truncated_away(folder, kind, settings):
     expected = (
         "max_length: expected tokens in every completion, got none for pair 0, 1 of the batch of step 0"
     )
-    (found,) = [str(x.message) for x in caught if "max_length" in str(x.message)]
-    assert found.startswith(expected)
+    (actual,) = [str(x.message) for x in caught if "max_length" in str(x.message)]
+    assert actual.startswith(expected)
 
 
 class Penalized(GKDTrainer):
@@ -439,11 +439,11 @@ def test_a_forward_pass_of_the_models_under_trls_fused_head(forward):
     model = user_models.subclass(forward)
     inputs = INPUTS | {"use_cache": False, "fused_lm_head": True}
     with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
-        mine, found = gradients(model, **inputs)
+        mine, actual = gradients(model, **inputs)
     add_fused_lm_head(model)
     theirs, expected = gradients(model, **inputs)
     torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])

@@ -8,11 +8,11 @@ from logitless.trl_integration import versions
 from logitless.trl_integration.pairs import ADAPTERS
 
 
-def installed(monkeypatch, **found):
+def installed(monkeypatch, **actual):
     def version(package):
-        if package not in found:
+        if package not in actual:
             raise versions.PackageNotFoundError(package)
-        return found[package]
+        return actual[package]
 
     monkeypatch.setattr(versions, "version", version)
 
@@ -40,8 +40,8 @@ def test_supported(monkeypatch, trl, transformers):
     ],
     ids=["old_trl", "new_trl", "old_transformers", "no_trl"],
 )
-def test_unsupported(monkeypatch, found, message):
-    installed(monkeypatch, **found)
+def test_unsupported(monkeypatch, actual, message):
+    installed(monkeypatch, **actual)
     with pytest.raises(ImportError, match=re.escape(message)):
         versions.require_supported()
 

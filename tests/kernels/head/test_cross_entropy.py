@@ -96,16 +96,16 @@ def formulas(c: Chunk, wide: torch.dtype, weights: dict[str, Tensor]) -> tuple[d
         z = c.head.softcap * torch.tanh(z / c.head.softcap)
     z = z / c.head.temperature
     log_p = torch.log_softmax(z, 1)
-    found = {
+    actual = {
         "logps": log_p.gather(1, c.targets[c.supervised, None])[:, 0],
         "lse": torch.logsumexp(z, 1),
         "entropy": -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(1),
         "sum_logits": (z if c.class_weights is None else z * c.class_weights.to(wide)).sum(1),
         "log_sum_sq_probs": torch.logsumexp(2 * log_p, 1),
     }
-    total = sum((found[name] * weight[c.supervised].to(wide)).sum() for name, weight in weights.items())
+    total = sum((actual[name] * weight[c.supervised].to(wide)).sum() for name, weight in weights.items())
     (gradient,) = torch.autograd.grad(total, x)
-    return {name: value.detach() for name, value in found.items()}, gradient
+    return {name: value.detach() for name, value in actual.items()}, gradient
 
 
 def statistics(c: Chunk, *names: str) -> TokenBuffers:
@@ -368,8 +368,8 @@ def test_the_target_of_a_gradient_takes_its_logp_from_the_statistics(gap):
         g = {name: given[name].double() if name in given else 0.0 for name in DIFFERENTIABLE}
         truth = -g["logps"] * torch.expm1(logps) + g["lse"] * logps.exp()
         truth = truth - g["entropy"] * logps.exp() * (logps + entropy) + g["sum_logits"]
-        found = gradient_of(c, stats, given).gather(1, c.targets[:, None])[:, 0]
-        torch.testing.assert_close(found.double(), truth, rtol=5e-6, atol=1e-12)
+        actual = gradient_of(c, stats, given).gather(1, c.targets[:, None])[:, 0]
+        torch.testing.assert_close(actual.double(), truth, rtol=5e-6, atol=1e-12)
 
 
 TIES = {

@@ -115,14 +115,14 @@ def test_options(case):
     taught = teacher_head.logits(everything.double(), teacher_bias)[0][own]
     p_full = taught.softmax(-1)[:, :common] if mass else None
     log_q = z[:, :common].log_softmax(-1)
-    found, alpha = plain_divergences(log_q, taught[:, :common].log_softmax(-1), beta, p_full)
+    actual, alpha = plain_divergences(log_q, taught[:, :common].log_softmax(-1), beta, p_full)
     labels, cross_entropy = None, torch.zeros_like(alpha)
     if case["labels"]:
         labels = torch.where(torch.arange(C, device=DEVICE) < 2, z.argmax(-1), random.integers(V, C))
         labels[2], labels[4] = -100, -1
         of_labels = (z * case["temperature"]).log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
         cross_entropy = torch.where(labels >= 0, -of_labels, 0.0)
-    total = hard * cross_entropy + (1 - hard) * found[divergence]
+    total = hard * cross_entropy + (1 - hard) * actual[divergence]
     (truth,) = torch.autograd.grad((total * factors.double()).sum(), x)
 
     lse = None
@@ -158,7 +158,7 @@ def test_options(case):
     if result.acceptance is not None:
         assert relative_error(result.acceptance, alpha.detach()) < limit
     # A divergence of close distributions cancels.
-    assert relative_error(result.soft, found[divergence].detach()) < (1e-8 if limit < 1e-6 else 5e-5)
+    assert relative_error(result.soft, actual[divergence].detach()) < (1e-8 if limit < 1e-6 else 5e-5)
     assert relative_error(result.entropy, -(log_q.exp() * log_q).sum(-1).detach()) < limit / 2
     assert torch.equal(result.agreement.bool(), z[:, :common].argmax(-1) == taught[:, :common].argmax(-1))
     if labels is None:
@@ -184,12 +184,12 @@ def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
 
     def maths(dtype):
         z = student.to(dtype).requires_grad_()
-        found, _ = plain_divergences(z.log_softmax(-1), teacher.to(dtype).log_softmax(-1), beta)
-        return found[divergence].detach(), torch.autograd.grad(found[divergence].sum(), z)[0]
+        actual, _ = plain_divergences(z.log_softmax(-1), teacher.to(dtype).log_softmax(-1), beta)
+        return actual[divergence].detach(), torch.autograd.grad(actual[divergence].sum(), z)[0]
 
     (values, truth), (_, naive) = maths(torch.float64), maths(torch.float32)
-    found = divergence_of(student, teacher, divergence, beta, gradient=student)
-    assert relative_error(found.soft, values) < 1e-5
+    actual = divergence_of(student, teacher, divergence, beta, gradient=student)
+    assert relative_error(actual.soft, values) < 1e-5
     # A certain row's own gradient is the difference of two ones.
     assert relative_error(student, truth) < 2 * relative_error(naive, truth) + 3e-4
 
@@ -239,11 +239,11 @@ def test_skewed_kl_of_any_gap(alpha, gap):
 def test_kernel_of_any_gap(divergence, beta, gap):
     student, teacher = apart(gap)
     exact = student.double().requires_grad_()
-    found, _ = plain_divergences(exact.log_softmax(-1), teacher.double().log_softmax(-1), beta)
-    truth = found[divergence]
+    actual, _ = plain_divergences(exact.log_softmax(-1), teacher.double().log_softmax(-1), beta)
+    truth = actual[divergence]
     (expected,) = torch.autograd.grad(truth.sum(), exact)
-    found = divergence_of(student, teacher, divergence, beta, gradient=student)
-    assert torch.allclose(found.soft.double(), truth, rtol=2e-5, atol=1e-7)
+    actual = divergence_of(student, teacher, divergence, beta, gradient=student)
+    assert torch.allclose(actual.soft.double(), truth, rtol=2e-5, atol=1e-7)
     assert torch.allclose(student.double(), expected, rtol=1e-4, atol=3e-7)
 
 
@@ -270,8 +270,8 @@ def test_ids_that_a_bias_rules_out(mode, whose):
     ]
     values = generalized_jsd(*logs, beta) if divergence == "jsd" else kl(*logs)
     (truth,) = torch.autograd.grad(values.sum(), z)
-    found = divergence_of(student, teacher, divergence, beta, gradient=student, **biases)
-    assert relative_error(found.soft, values.detach()) < 1e-5
+    actual = divergence_of(student, teacher, divergence, beta, gradient=student, **biases)
+    assert relative_error(actual.soft, values.detach()) < 1e-5
     assert relative_error(student, truth) < 1e-5
 
 
@@ -281,9 +281,9 @@ def test_the_first_of_equal_maxima_counts():
     student, teacher = torch.zeros(4, 2500, device=DEVICE), torch.zeros(4, 2500, device=DEVICE)
     student[:, [5, 9, 1029]] = 3.0
     teacher[0, [5, 9, 1029]], teacher[1, [9, 1029]], teacher[2, 1029], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
-    found = divergence_of(student, teacher, "jsd", 0.5, labels=torch.tensor([5, 9, 1029, 5], device=DEVICE))
-    assert found.agreement.tolist() == [1, 0, 0, 1]
-    assert found.is_top1.tolist() == [1, 0, 0, 1]
+    actual = divergence_of(student, teacher, "jsd", 0.5, labels=torch.tensor([5, 9, 1029, 5], device=DEVICE))
+    assert actual.agreement.tolist() == [1, 0, 0, 1]
+    assert actual.is_top1.tolist() == [1, 0, 0, 1]
 
 
 class ThreadVocabulary(ShardedVocabulary):
@@ -384,14 +384,14 @@ def test_shards_are_the_whole(case):
             "teacher_bias": None if teacher_bias is None else teacher_bias[cut],
         }
         logits = student[:, cut].contiguous(), teacher[:, cut].contiguous()
-        found = kernels.sharded_divergence(
+        actual = kernels.sharded_divergence(
             *logits, columns, factors, ranks=shard, gradient=piece, **biases, **options
         )
-        return found, piece
+        return actual, piece
 
     numbers, pieces = zip(*on_threads(len(sizes), on_rank))
-    for found in numbers:
-        for name, x, expected in zip(truth._fields, found, truth, strict=True):
+    for actual in numbers:
+        for name, x, expected in zip(truth._fields, actual, truth, strict=True):
             assert (
                 (x is None)
                 == (expected is None)
@@ -417,10 +417,10 @@ def test_another_default_dtype(default):
     expected = results()
     torch.set_default_dtype(default)
     try:
-        found = results()
+        actual = results()
     finally:
         torch.set_default_dtype(torch.float32)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
@@ -434,10 +434,10 @@ def test_a_draft_that_is_the_verifier(dtype, mode, overlap):
     divergence, beta = ALL_MODES[mode]
     student = (Random().normal(3, 2100) * 5).to(dtype)
     gradient = torch.full_like(student, torch.nan)
-    found = divergence_of(student, student.clone(), divergence, beta, gradient=gradient, overlap=overlap)
-    assert not found.soft.any() and not gradient.any() and found.agreement.all()
-    assert found.acceptance is None or (found.acceptance == 1).all()
-    assert found.acceptance is not None or not (overlap or divergence in kernels.OF_ACCEPTANCE)
+    actual = divergence_of(student, student.clone(), divergence, beta, gradient=gradient, overlap=overlap)
+    assert not actual.soft.any() and not gradient.any() and actual.agreement.all()
+    assert actual.acceptance is None or (actual.acceptance == 1).all()
+    assert actual.acceptance is not None or not (overlap or divergence in kernels.OF_ACCEPTANCE)
 
 
 @pytest.mark.parametrize("gap", [1e-4, 1.0, 9.0, 20.0, 100.0])
@@ -450,7 +450,7 @@ def test_rates_near_one_and_near_nothing(divergence, gap):
     expected, alpha = plain_divergences(x.log_softmax(-1), teacher.double().log_softmax(-1), 0.5)
     (truth,) = torch.autograd.grad(expected[divergence].sum(), x)
     gradient = torch.empty_like(student)
-    found = divergence_of(student, teacher, divergence, 0.5, gradient=gradient, lk_eta=ETA)
-    assert torch.allclose(found.soft.double(), expected[divergence].detach(), rtol=1e-5, atol=2e-7)
-    assert torch.allclose(found.acceptance.double(), alpha.detach(), rtol=1e-5, atol=0)
+    actual = divergence_of(student, teacher, divergence, 0.5, gradient=gradient, lk_eta=ETA)
+    assert torch.allclose(actual.soft.double(), expected[divergence].detach(), rtol=1e-5, atol=2e-7)
+    assert torch.allclose(actual.acceptance.double(), alpha.detach(), rtol=1e-5, atol=0)
     assert torch.allclose(gradient.double(), truth, rtol=1e-4, atol=2e-7)

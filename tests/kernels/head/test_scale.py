@@ -64,8 +64,8 @@ def test_several_matrices_at_once(widths, factors):
         z * product,
     ]
     scale_all(((x, out), (half, half), (z, z)), given)
-    for found, wanted in zip((out, half, z), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip((out, half, z), expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan, -0.75, 1.0])
@@ -99,8 +99,8 @@ def test_ignored_rows_stay_0_for_every_factor(guards, factor, dtype, out_dtype):
         ways.append(((x, x), (y, y)))
     for pairs in ways:
         scale_all(pairs, (factor,), given)
-        for (_, found), wanted in zip(pairs, expected, strict=True):
-            assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        for (_, actual), wanted in zip(pairs, expected, strict=True):
+            assert torch.equal(actual.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
 def test_any_length_fits_the_grid(monkeypatch):
@@ -110,21 +110,21 @@ def test_any_length_fits_the_grid(monkeypatch):
 
     class Grid:
         def __getitem__(self, grid):
-            found.append(grid)
+            actual.append(grid)
             return lambda *args, **options: None
 
-    found = []
+    actual = []
     monkeypatch.setattr(scale_triton, "scale_kernel", Grid())
     monkeypatch.setattr(scale_triton, "scale_all_kernel", Grid())
     for shape in ((1, 2**28), (2**17, 2048), (3, 5 * 2**20), (2**28, 1)):
         x = torch.empty(shape, device="meta")
         scale_triton.scale_all(((x, x), (x, x)), (torch.empty((), device="meta"),), (None, None))
     # A factor of 1 must not launch as many programs as there are blocks.
-    assert all(grid[0] <= 65535 for grid in found), found
+    assert all(grid[0] <= 65535 for grid in actual), actual
     for shape in ((2**28, 1), (2**17, 2048)):
         x = torch.empty(shape, device="meta")
         scale_triton.scale_all(((x, x), (x, x)), (torch.empty(shape[0], device="meta"),), (None, None))
-    assert all(grid[1] <= 65535 for grid in found if len(grid) > 1), found
+    assert all(grid[1] <= 65535 for grid in actual if len(grid) > 1), actual
 
 
 @pytest.mark.parametrize("factor", [1.0, -0.75])

@@ -68,7 +68,7 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
             token_statistics(logits, columns[-1], out, **options)
         out.lse_residual += out.lse - out.lse.float()  # what the next line rounds away
         numbers.append(torch.stack([x.float() for _, x in out.items()]))
-    shards, found = torch.stack(numbers), []
+    shards, actual = torch.stack(numbers), []
     for rank in range(len(sizes)):
         out = allocate_stats(LEVELS[level], C, torch.float32, DEVICE)
         options = {"rank": rank, "ignore_index": IGNORED}
@@ -77,10 +77,10 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
             gradients[rank] *= merge_gradient(shards, columns[rank], out, **options)[:, None]
         else:
             merge_stats(shards, columns[rank], out, **options)
-        found.append(out)
-    for out in found[1:]:
-        assert all(torch.equal(x, getattr(found[0], name)) for name, x in out.items())
-    return found[0], torch.cat(gradients, 1) if write else None
+        actual.append(out)
+    for out in actual[1:]:
+        assert all(torch.equal(x, getattr(actual[0], name)) for name, x in out.items())
+    return actual[0], torch.cat(gradients, 1) if write else None
 
 
 def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[TokenBuffers, Tensor]:
@@ -90,7 +90,7 @@ def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[Toke
     logps = log_p.gather(1, index)[:, 0]
     (gradient,) = torch.autograd.grad((logps * rows).sum(), x)
     p, z, log_p, logps = log_p.exp().detach(), z.detach(), log_p.detach(), logps.detach()
-    found = TokenBuffers(
+    actual = TokenBuffers(
         logps=logps,
         lse=z.logsumexp(1),
         entropy=-(p * log_p).sum(1),
@@ -98,7 +98,7 @@ def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[Toke
         log_sum_sq_probs=(2 * log_p).logsumexp(1),
         is_top1=(z.argmax(1) == targets).double(),
     )
-    return TokenBuffers(**{name: x * rows for name, x in found.items()}), gradient
+    return TokenBuffers(**{name: x * rows for name, x in actual.items()}), gradient
 
 
 FACTORS = {"level": list(LEVELS), "sizes": list(SIZES), "head": list(HEADS)}
@@ -108,13 +108,13 @@ FACTORS = {"level": list(LEVELS), "sizes": list(SIZES), "head": list(HEADS)}
 def test_equals_the_whole(case):
     level, sizes, head = case["level"], SIZES[case["sizes"]], HEADS[case["head"]]
     products, targets = problem(sizes)
-    wanted, d_products = truth(products, targets, head)
-    found, _ = combined(products, targets, sizes, level, head)
-    found.lse = found.lse.double() + found.lse_residual
-    assert (found.lse - wanted.lse).abs().max() < 6e-7
-    for name, x in found.items():
+    expected, d_products = truth(products, targets, head)
+    actual, _ = combined(products, targets, sizes, level, head)
+    actual.lse = actual.lse.double() + actual.lse_residual
+    assert (actual.lse - expected.lse).abs().max() < 6e-7
+    for name, x in actual.items():
         if name != "lse_residual":
-            error, size = x.double() - getattr(wanted, name), 1 + getattr(wanted, name).abs()
+            error, size = x.double() - getattr(expected, name), 1 + getattr(expected, name).abs()
             assert (error.abs() / size).max() < (1e-5 if name == "sum_logits" else 3e-6), name
     _, gradient = combined(products, targets, sizes, level, head, write=True)
     assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
@@ -122,9 +122,9 @@ def test_equals_the_whole(case):
 
 def test_rows_of_two_programs():
     products, targets = problem(SIZES["two"], C=131)
-    wanted, d_products = truth(products, targets, LogitTransform())
-    found, gradient = combined(products, targets, SIZES["two"], "logps", write=True)
-    assert (found.logps.double() - wanted.logps).abs().max() < 1e-4
+    expected, d_products = truth(products, targets, LogitTransform())
+    actual, gradient = combined(products, targets, SIZES["two"], "logps", write=True)
+    assert (actual.logps.double() - expected.logps).abs().max() < 1e-4
     assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
 
 
@@ -135,19 +135,19 @@ def test_confident_tokens_keep_their_digits(level):
     C, targets = len(targets), targets.clamp(min=0)
     above = torch.linspace(5, 20 if TWINS else 45, C, device=DEVICE)
     products = torch.zeros(C, 47, device=DEVICE).scatter_(1, targets[:, None], above[:, None])
-    found, gradient = combined(products, targets, SIZES["five"], level, write=True)
-    wanted = -torch.log1p(46 * torch.exp(-above.double()))
+    actual, gradient = combined(products, targets, SIZES["five"], level, write=True)
+    expected = -torch.log1p(46 * torch.exp(-above.double()))
     own = gradient.gather(1, targets[:, None])[:, 0].double()
-    assert ((found.logps.double() - wanted) / wanted).abs().max() < 1e-5
-    assert ((own + torch.expm1(wanted)) / torch.expm1(wanted)).abs().max() < 1e-5
+    assert ((actual.logps.double() - expected) / expected).abs().max() < 1e-5
+    assert ((own + torch.expm1(expected)) / torch.expm1(expected)).abs().max() < 1e-5
 
 
 def test_the_first_of_equal_logits_wins():
     sizes = (3, 3, 3)
     products = torch.zeros(3, 9, device=DEVICE)
     products[:, [1, 4, 5, 8]] = 2.0
-    found, _ = combined(products, torch.tensor([1, 4, 8], device=DEVICE), sizes)
-    assert found.is_top1.tolist() == [1.0, 0.0, 0.0]
+    actual, _ = combined(products, torch.tensor([1, 4, 8], device=DEVICE), sizes)
+    assert actual.is_top1.tolist() == [1.0, 0.0, 0.0]
 
 
 def test_a_shard_without_a_share():
@@ -155,9 +155,9 @@ def test_a_shard_without_a_share():
     sizes, products = (3, 4), torch.randn(5, 7).to(DEVICE)
     products[0, :3], products[1, 3:], products[4, :3] = -1e4, -200.0, -1e3
     targets = torch.tensor([4, 1, 2, 6, 1], device=DEVICE)
-    wanted, d_products = truth(products, targets, LogitTransform())
-    found, gradient = combined(products, targets, sizes, write=True)
+    expected, d_products = truth(products, targets, LogitTransform())
+    actual, gradient = combined(products, targets, sizes, write=True)
     for name in ("logps", "lse", "entropy"):
-        error = (getattr(found, name).double() - getattr(wanted, name)).abs()
-        assert (error / (1 + getattr(wanted, name).abs())).max() < 1e-6, name
+        error = (getattr(actual, name).double() - getattr(expected, name)).abs()
+        assert (error / (1 + getattr(expected, name).abs())).max() < 1e-6, name
     assert (gradient.double() - d_products).abs().max() < 1e-6

@@ -29,11 +29,11 @@ def test_marks(N, ignore_index):
     supervised = targets != ignore_index
     outside = supervised & ((targets < 0) | (targets > V - 1))
     for kind in (torch.int64, torch.int32):
-        found = marked(strided(targets.to(kind)), V, ignore_index)
-        assert found.dtype == torch.bool and torch.equal(found, torch.stack((supervised, outside)))
-        found = marked(targets.to(kind), V, ignore_index, strided(others))
-        assert torch.equal(found[:2], torch.stack((supervised, outside)))
-        assert torch.equal(found[2:], others & supervised)
+        actual = marked(strided(targets.to(kind)), V, ignore_index)
+        assert actual.dtype == torch.bool and torch.equal(actual, torch.stack((supervised, outside)))
+        actual = marked(targets.to(kind), V, ignore_index, strided(others))
+        assert torch.equal(actual[:2], torch.stack((supervised, outside)))
+        assert torch.equal(actual[2:], others & supervised)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 7), (3000,)], ids=str)
@@ -64,13 +64,13 @@ def test_clamped_targets(N):
     V, random = 11, Random(N)
     ids = random.integers(V, N)
     for targets in (ids, strided(ids)):
-        found, wrong = clamped(targets, V, -100)
-        assert found.dtype == torch.int64 and torch.equal(found, ids) and not wrong.any()
+        actual, wrong = clamped(targets, V, -100)
+        assert actual.dtype == torch.int64 and torch.equal(actual, ids) and not wrong.any()
     for place, value in itertools.product({0, N // 2, N - 1} if N else (), (-100, -1, V)):
         targets = ids.clone()
         targets[place] = value
-        found, wrong = clamped(targets, V, -100)
-        assert wrong.sum() == 1 and torch.equal(found, targets.clamp(0, V - 1))
+        actual, wrong = clamped(targets, V, -100)
+        assert wrong.sum() == 1 and torch.equal(actual, targets.clamp(0, V - 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
@@ -90,8 +90,8 @@ def test_counts(m, N, parts):
         for row in marks.tolist()
         for part in (row[i * N // parts : (i + 1) * N // parts] for i in range(parts))
     ]
-    found = counted(marks, parts)
-    assert found.dtype == torch.int64 and found.tolist() == expected
+    actual = counted(marks, parts)
+    assert actual.dtype == torch.int64 and actual.tolist() == expected
 
 
 BOUNDS = {
@@ -114,8 +114,8 @@ def test_boundaries_beside_the_counts(bounds, right, parts):
     marks = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0]], device=DEVICE).bool()
     bounds = torch.tensor(bounds, device=DEVICE)
     for x in (bounds, strided(bounds)):
-        *found, wrong = counted(marks, parts, x).tolist()
-        assert found == counted(marks, parts).tolist()
+        *actual, wrong = counted(marks, parts, x).tolist()
+        assert actual == counted(marks, parts).tolist()
         assert (wrong == 0) == right
 
 
@@ -150,9 +150,9 @@ def test_one_of_several_ids(shape, ignore_index):
         filled = [x for x in row if x != ignore_index]
         expected.append(ignore_index if not filled else min(filled) if min(filled) < 0 else max(filled))
     for x in (ids, strided(ids)):
-        found = one_per_position(x, ignore_index)
-        assert found.dtype == torch.int64 and found.shape == shape[:-1]
-        assert found.flatten().tolist() == expected
+        actual = one_per_position(x, ignore_index)
+        assert actual.dtype == torch.int64 and actual.shape == shape[:-1]
+        assert actual.flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 3000])
@@ -163,8 +163,8 @@ def test_columns_of_a_shard(n, ignore_index, start):
     ids[::3] = ignore_index
     columns = range(start, start + width)
     expected = [-100 if y == ignore_index else y - start if y in columns else width for y in ids.tolist()]
-    found = shard_columns(strided(ids), start, width, ignore_index, -100)
-    assert found.device.type == DEVICE.type and found.tolist() == expected
+    actual = shard_columns(strided(ids), start, width, ignore_index, -100)
+    assert actual.device.type == DEVICE.type and actual.tolist() == expected
 
 
 @pytest.mark.parametrize("N", [1, 7, 3000])
@@ -173,11 +173,11 @@ def test_clamped_targets_where_some_are_ignored(N):
     ids = random.integers(V, N)
     supervised = torch.arange(N, device=DEVICE) % 3 != 1
     targets = torch.where(supervised, ids, -100)
-    found, wrong = clamped(targets, V, -100, supervised=supervised)
-    assert torch.equal(found, targets) and not wrong.any()
+    actual, wrong = clamped(targets, V, -100, supervised=supervised)
+    assert torch.equal(actual, targets) and not wrong.any()
     for place, value in itertools.product({0, N // 2, N - 1}, (-100, -1, V, 3)):
         others = targets.clone()
         others[place] = value
-        found, wrong = clamped(others, V, -100, supervised=supervised)
+        actual, wrong = clamped(others, V, -100, supervised=supervised)
         assert wrong.sum() == (value != -100 if not supervised[place] else value != 3)
-        assert torch.equal(found, torch.where(supervised, others.clamp(0, V - 1), -100))
+        assert torch.equal(actual, torch.where(supervised, others.clamp(0, V - 1), -100))

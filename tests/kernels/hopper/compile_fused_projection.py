@@ -21,25 +21,25 @@ class Variant(NamedTuple):
 
 def variants() -> list[Variant]:
     """What the launchers can ask for."""
-    found = []
+    actual = []
     for head in heads():
         softcap = head["HAS_SOFTCAP"]
         # Only a soft cap's logits are added up one by one.
         levels = ((False, False, False), (True, False, False), (True, softcap, False), (True, softcap, True))
         for (extra, total, squares), write in itertools.product(dict.fromkeys(levels), (False, True)):
             flags = head | {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
-            found += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
+            actual += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
             if not head["HAS_BIAS"]:
                 del flags["HAS_BIAS"]
-                found += [
+                actual += [
                     Variant("finish_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)
                 ]
         for extra, weights in ((False, False), (True, False), (True, True)):
             flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
-            found.append(Variant("gradient_kernel", tuple(flags.items())))
+            actual.append(Variant("gradient_kernel", tuple(flags.items())))
         sums = (False,) if softcap else (False, True)
-        found += [Variant("shift_kernel", (*head.items(), ("SUMS", each))) for each in sums]
-    return found
+        actual += [Variant("shift_kernel", (*head.items(), ("SUMS", each))) for each in sums]
+    return actual
 
 
 def source(variant: Variant) -> Source:
@@ -48,8 +48,8 @@ def source(variant: Variant) -> Source:
     from logitless.kernels.hopper.product_tiles_triton import BLOCK_K, BLOCK_M, BLOCK_N, TILE, WARPS
 
     modules = fused_projection_triton, fused_gradient_triton, row_partials_triton
-    found = [getattr(module, variant.kernel, None) for module in modules]
-    kernel = jitted(next(kernel for kernel in found if kernel is not None))
+    actual = [getattr(module, variant.kernel, None) for module in modules]
+    kernel = jitted(next(kernel for kernel in actual if kernel is not None))
     product = "x" in kernel.arg_names
     constants = dict(variant.flags)
     if product:

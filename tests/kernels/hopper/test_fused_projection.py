@@ -78,7 +78,7 @@ def read(problem, head, *names, write=False, sums=None):
 
 def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
     index = targets.clamp(min=0)[:, None]
-    wanted = {
+    expected = {
         "logps": log_p.gather(1, index)[:, 0],
         "lse": z.logsumexp(1),
         "entropy": -(log_p.exp() * log_p).nan_to_num(0.0).sum(1),
@@ -87,9 +87,9 @@ def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
     }
     for name, x in out.items():
         assert not x[~rows].any(), name
-        if name in wanted:
-            error = (x.double() - wanted[name])[rows].abs()
-            size = wanted[name].abs() if name != "sum_logits" else z.abs().sum(1)
+        if name in expected:
+            error = (x.double() - expected[name])[rows].abs()
+            size = expected[name].abs() if name != "sum_logits" else z.abs().sum(1)
             assert (error <= allowed * (1 + size[rows])).all(), (name, error.max())
     if out.is_top1 is not None:
         assert (out.is_top1 == (z.argmax(1) == targets))[rows].all()
@@ -106,8 +106,8 @@ def check_pass(
     check_numbers(out, z.detach(), log_p.detach(), given[2], rows, allowed)
     assert (out.log_sum_sq_probs is None) == ("log_sum_sq_probs" not in names)
     if write:
-        (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
-        assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
+        (expected,) = torch.autograd.grad((logps * rows).sum(), x)
+        assert gradient.isfinite().all() and relative_error(gradient, expected) < 4e-3
     return logps[rows].detach(), gradient
 
 
@@ -131,8 +131,8 @@ def test_sums_of_logits_where_other_ranks_have_the_targets():
     hidden, weight, targets, _ = given = problem(SHAPES[1], "plain")
     targets[2:] = weight.shape[0] + 7
     out, _ = read(given, PLAIN, "sum_logits", sums=fused.head_sums(weight, None, PLAIN))
-    wanted = (hidden.double() @ weight.double().t()).sum(1) * (targets != -100)
-    assert relative_error(out.sum_logits.double(), wanted) < 1e-5
+    expected = (hidden.double() @ weight.double().t()).sum(1) * (targets != -100)
+    assert relative_error(out.sum_logits.double(), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -145,16 +145,16 @@ def test_gradient_of_known_numbers(name, weights):
     generator = torch.Generator().manual_seed(1)
     logps, lse, entropy, total = torch.randn(4, len(targets), generator=generator).to(DEVICE)
     class_weights = torch.rand(weight.shape[0], generator=generator).to(DEVICE) if weights else None
-    wanted = logps * log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0] + lse * z.logsumexp(1)
+    expected = logps * log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0] + lse * z.logsumexp(1)
     grads = TokenBuffers(logps=logps, lse=lse)
     if weights:
-        wanted = wanted - entropy * (log_p.exp() * log_p).sum(1) + total * (z * class_weights).sum(1)
+        expected = expected - entropy * (log_p.exp() * log_p).sum(1) + total * (z * class_weights).sum(1)
         grads.entropy, grads.sum_logits = entropy, total
-    (wanted,) = torch.autograd.grad((wanted * rows).sum(), x)
+    (expected,) = torch.autograd.grad((expected * rows).sum(), x)
     place = fused.new_gradient_buffer(weight, len(targets))
     options = {"gradient": place, "head": head, "bias": bias, "class_weights": class_weights}
     fused.write(hidden, weight, targets, out, grads, **options)
-    assert relative_error(place.double(), wanted) < 4e-3 and not place[~rows].any()
+    assert relative_error(place.double(), expected) < 4e-3 and not place[~rows].any()
 
 
 def test_the_rounding_of_a_large_lse_is_made_up_for():
@@ -236,8 +236,8 @@ def test_certain_tokens_keep_their_digits():
     hidden[:, 0], weight[:, 0], weight[3, 0] = 4.0, 0.0, 5.0  # some 20 above the others
     x, z, log_p, rows = truth(*given, PLAIN)
     out, gradient = read(given, PLAIN, write=True)
-    wanted = log_p[:, 3].detach()
-    assert (wanted > -1e-4).all() and ((out.logps.double() - wanted) / wanted).abs().max() < 1e-5
+    expected = log_p[:, 3].detach()
+    assert (expected > -1e-4).all() and ((out.logps.double() - expected) / expected).abs().max() < 1e-5
     (d,) = torch.autograd.grad(log_p[:, 3].sum(), x)
     assert ((gradient[:, 3] - d[:, 3]) / d[:, 3]).abs().max() < 4e-3
 
@@ -254,16 +254,16 @@ def test_a_bias_of_minus_infinity_takes_an_id_out():
 
 def test_strided_and_offset_operands():
     hidden, weight, targets, bias = problem(SHAPES[1], "scale, bias")
-    wanted, _ = read((hidden, weight, targets, bias), HEADS["scale, bias"], "entropy")
+    expected, _ = read((hidden, weight, targets, bias), HEADS["scale, bias"], "entropy")
     H = hidden.shape[1]
     strided = [torch.stack((x, x), 1)[:, 0] for x in (targets, bias)]
     # The first row starts at 16 bytes and the second does not, and the other way round.
     by_row = torch.cat((hidden, hidden[:, :3]), 1)[:, :H]
     by_start = torch.cat((hidden[:, :3], hidden, hidden[:, :5]), 1)[:, 3 : 3 + H]
     for other in (by_row, by_start, hidden.t().contiguous().t()):
-        found, _ = read((other, weight, *strided), HEADS["scale, bias"], "entropy")
-        for name, x in found.items():
-            assert torch.equal(x, getattr(wanted, name)), name
+        actual, _ = read((other, weight, *strided), HEADS["scale, bias"], "entropy")
+        for name, x in actual.items():
+            assert torch.equal(x, getattr(expected, name)), name
 
 
 def test_the_first_of_equal_logits_is_the_top():
@@ -352,7 +352,7 @@ LOSSES = {
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
 @pytest.mark.parametrize(("kind", "options", "wanted"), LOSSES.values(), ids=LOSSES)
-def test_losses(served, kind, options, wanted, frozen):
+def test_losses(served, kind, options, expected, frozen):
     hidden, weight, targets, reference = pairs()
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
@@ -365,7 +365,7 @@ def test_losses(served, kind, options, wanted, frozen):
     assert report.ok, report
     ran = {kernel for kernel, times in served.items() if times}
     # A loss of log p and lse of a frozen head keeps d logp / d hidden, and needs no second pass.
-    assert ran == wanted or (frozen and ran == {"read"} and wanted)
+    assert ran == expected or (frozen and ran == {"read"} and expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
@@ -381,8 +381,8 @@ def test_a_pair_beyond_the_budget_is_walked_twice(served):
     )
     assert cut.plan.strategy == "recompute" and served["write"] >= 2
     assert (cut.loss - whole.loss).abs() < 1e-6
-    for found, one in zip(torch.autograd.grad(cut.loss, (hidden, weight)), expected, strict=True):
-        assert relative_error(found, one.double()) < 8e-3
+    for actual, one in zip(torch.autograd.grad(cut.loss, (hidden, weight)), expected, strict=True):
+        assert relative_error(actual, one.double()) < 8e-3
 
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
@@ -420,13 +420,13 @@ def test_log_probabilities_are_the_same_whoever_asks(served, entropy, frozen):
     assert torch.equal(old.logps, new.logps) and torch.equal(old.lse, new.lse)
     value = new.logps.sum() + 0.3 * new.lse.sum() + (0.1 * new.entropy.sum() if entropy is True else 0.0)
     leaves = [hidden] if frozen else [hidden, weight]
-    found = torch.autograd.grad(value, leaves)
+    actual = torch.autograd.grad(value, leaves)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     z = wide[0] @ (weight.detach().double() if frozen else wide[1]).t()
     log_p, rows = z.log_softmax(-1), targets != -100
     truth = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0] + 0.3 * z.logsumexp(-1)
     truth = truth - (0.1 * (log_p.exp() * log_p).sum(-1) if entropy is True else 0.0)
-    for one, other in zip(found, torch.autograd.grad((truth * rows).sum(), wide), strict=True):
+    for one, other in zip(actual, torch.autograd.grad((truth * rows).sum(), wide), strict=True):
         assert relative_error(one, other) < 8e-3
     assert served["read"] and (frozen and entropy is not True or served["write"])
 

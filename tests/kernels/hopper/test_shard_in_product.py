@@ -74,8 +74,8 @@ def run(loss, inputs, operands, frozen: bool) -> dict[str, Tensor]:
         out.loss if out.loss.dim() == 0 else (out.loss * here(random(B, T, seed=20)).to(out.loss.dtype)).sum()
     )
     gradients = torch.autograd.grad(1.7 * value, [leaves[name] for name in names])
-    found = {"loss": out.loss.detach()} | {f"d_{name}": x for name, x in zip(names, gradients, strict=True)}
-    return found | {f"metric {name}": x for name, x in out.metrics.items()}
+    actual = {"loss": out.loss.detach()} | {f"d_{name}": x for name, x in zip(names, gradients, strict=True)}
+    return actual | {f"metric {name}": x for name, x in out.metrics.items()}
 
 
 def operands(bias: bool) -> dict[str, Tensor | None]:
@@ -112,7 +112,7 @@ def everything() -> dict:
         x = x.split(SIZES)[rank] if name in ("weight", "bias", *SHARDED) and x is not None else x
         return here(x) if x is None or name in POLICY else here(x).to(dtype)
 
-    def found(loss, inputs, bias, frozen):
+    def computed(loss, inputs, bias, frozen):
         ran.update(r=0, w=0)
         inputs = {name: mine(name, x) for name, x in inputs.items()}
         heads = {name: mine(name, x) for name, x in operands(bias).items()}
@@ -120,14 +120,14 @@ def everything() -> dict:
         return numbers | {"ran": "".join(name for name, times in ran.items() if times)}
 
     results = {
-        f"{name}, {frozen}": found(loss, inputs, bias, frozen)
+        f"{name}, {frozen}": computed(loss, inputs, bias, frozen)
         for name, (loss, inputs, bias, _) in CASES.items()
         for frozen in (False, True)
     }
     # One rank whose kernels cannot: both must do without.
     serves = fused.serves
     fused.serves = lambda *args: rank == 0 and serves(*args)
-    return results | {"one cannot": found(*CASES["dpo"][:3], False)}
+    return results | {"one cannot": computed(*CASES["dpo"][:3], False)}
 
 
 @pytest.fixture(scope="module")
@@ -139,24 +139,24 @@ def ranks():
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(ranks, name, frozen):
     loss, inputs, bias, kernels = CASES[name]
-    found = [rank[f"{name}, {frozen}"] for rank in ranks]
-    assert [rank["ran"] for rank in found] == [kernels[frozen]] * 2
-    agree(found, run(loss, inputs, operands(bias), frozen))
+    actual = [rank[f"{name}, {frozen}"] for rank in ranks]
+    assert [rank["ran"] for rank in actual] == [kernels[frozen]] * 2
+    agree(actual, run(loss, inputs, operands(bias), frozen))
 
 
 def test_all_ranks_do_without_where_one_must(ranks):
     loss, inputs, bias, _ = CASES["dpo"]
-    found = [rank["one cannot"] for rank in ranks]
-    assert [rank["ran"] for rank in found] == ["", ""]
-    agree(found, run(loss, inputs, operands(bias), False), rounded=True)
+    actual = [rank["one cannot"] for rank in ranks]
+    assert [rank["ran"] for rank in actual] == ["", ""]
+    agree(actual, run(loss, inputs, operands(bias), False), rounded=True)
 
 
-def agree(found: list[dict], truth: dict[str, Tensor], *, rounded: bool = False) -> None:
-    wide = found[0]["d_hidden"].dtype == FP32
+def agree(actual: list[dict], truth: dict[str, Tensor], *, rounded: bool = False) -> None:
+    wide = actual[0]["d_hidden"].dtype == FP32
     for name, x in truth.items():
         sharded = name in ("d_weight", "d_bias")
-        ours = torch.cat([rank[name] for rank in found]) if sharded else found[0][name]
+        ours = torch.cat([rank[name] for rank in actual]) if sharded else actual[0][name]
         if not sharded:
-            assert torch.equal(found[1][name], ours), name
+            assert torch.equal(actual[1][name], ours), name
         limit = 2e-5 if wide else 3e-2 if rounded else 1e-2 if name.startswith("d_") else 1e-4
         assert (ours.double() - x).norm() <= limit * x.norm() + 1e-6, name

@@ -31,7 +31,7 @@ def drawn(seed, rows, *, gaps=False):
     return kept, targets, flat, starts, lengths, offsets
 
 
-def found(targets, flat, starts, lengths, offsets, dtype=torch.int64, **options):
+def kinds_of_rows(targets, flat, starts, lengths, offsets, dtype=torch.int64, **options):
     options = {"add_targets": False, "most_gathered": 4, "certain": True} | options
     tensors = [torch.tensor(x, dtype=torch.int64, device=DEVICE) for x in (starts, lengths, offsets, targets)]
     ids = torch.tensor(flat, dtype=dtype, device=DEVICE)
@@ -46,7 +46,7 @@ def test_every_result(rows, add_targets, certain):
     kept, targets, flat, starts, lengths, offsets = drawn(rows, rows, gaps=gaps)
     dtype = torch.int32 if certain else torch.int64
     options = {"add_targets": add_targets, "certain": certain}
-    distinct = found(targets, flat, starts, lengths, offsets, dtype, **options)
+    distinct = kinds_of_rows(targets, flat, starts, lengths, offsets, dtype, **options)
     expected, missing = [], []
     for ids, target in zip(kept, targets, strict=True):
         has_set = bool(ids) and target != IGNORED
@@ -84,7 +84,7 @@ def test_every_result(rows, add_targets, certain):
 
 
 def test_ids_outside_the_vocabulary_of_supervised_rows_are_counted():
-    distinct = found([3, IGNORED, 4], [3, -1, V, V, 4, 99], [0, 3, 4], [3, 1, 1], [0, 3, 4, 5])
+    distinct = kinds_of_rows([3, IGNORED, 4], [3, -1, V, V, 4, 99], [0, 3, 4], [3, 1, 1], [0, 3, 4, 5])
     assert distinct.outside.item() == 2
     assert distinct.counts.tolist() == [1, 0, 1]
 
@@ -93,7 +93,7 @@ def test_ids_outside_the_vocabulary_of_supervised_rows_are_counted():
     "offsets, broken", [([0, 2, 3], 0), ([0, 3, 2], 1), ([1, 2, 3], 1), ([0, 2, 9], 1), ([2, 1, 0], 3)]
 )
 def test_broken_offsets_are_counted_and_no_target_is_reported_missing_beside_them(offsets, broken):
-    distinct = found([40, 41], [1, 2, 3], [0, 2], [2, 1], offsets)
+    distinct = kinds_of_rows([40, 41], [1, 2, 3], [0, 2], [2, 1], offsets)
     assert distinct.broken.item() == broken
     assert distinct.missing.any().item() == (broken == 0)
 
@@ -102,6 +102,6 @@ def test_broken_offsets_are_counted_and_no_target_is_reported_missing_beside_the
 @pytest.mark.parametrize("rows", [0, 3])
 def test_no_ids(rows, add_targets):
     zeros = [0] * rows
-    distinct = found(zeros, [], zeros, zeros, [0, *zeros], add_targets=add_targets)
+    distinct = kinds_of_rows(zeros, [], zeros, zeros, [0, *zeros], add_targets=add_targets)
     assert distinct.counts.tolist() == zeros and not distinct.missing.any()
     assert distinct.numbers.tolist() == [0] * 6

@@ -75,8 +75,8 @@ def test_against_the_definition(shape, dtype):
     filled = ids >= 0
     rows = weight.double()[ids.clamp(min=0)]
     z = torch.where(filled, torch.einsum("nh,nkh->nk", hidden.double(), rows), 0.0)
-    found = gathered.gathered_logits(hidden, weight, ids, poisoned(*ids.shape, dtype=torch.float32))
-    assert_close(found, z, 1e-6, name="logits")
+    actual = gathered.gathered_logits(hidden, weight, ids, poisoned(*ids.shape, dtype=torch.float32))
+    assert_close(actual, z, 1e-6, name="logits")
     exact_g = torch.where(filled, g, 0.0).double()
     d_hidden = torch.einsum("nk,nkh->nh", exact_g, rows)
     assert_close(gathered.weighted_rows(weight, ids, g), d_hidden, 1e-6, name="d_hidden")
@@ -134,9 +134,9 @@ def test_layouts(layout):
 
     total = torch.empty(20, 8, device=DEVICE)
     expected = results(hidden, weight, ids, g, total.clone())
-    found = results(layout(hidden), layout(weight), strided(ids), strided(g), layout(total))
+    actual = results(layout(hidden), layout(weight), strided(ids), strided(g), layout(total))
     # Other alignments are summed in another order on a GPU.
-    for name, x in found.items():
+    for name, x in actual.items():
         assert_close(x, expected[name].double(), 1e-6, name=name)
     logits = gathered.gathered_logits(hidden, weight, ids.to(torch.int32), torch.empty(9, 4, device=DEVICE))
     assert_close(logits, expected["logits"].double(), 1e-6, name="logits of int32 ids")

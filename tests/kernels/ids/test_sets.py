@@ -43,9 +43,9 @@ def distinct_ids(flat, starts, lengths, targets, V, *, add_targets=False, most_g
 
 def slots_for(sizes=SIZES, V=V, seed=0, size=None):
     flat, starts, lengths, targets, kept = drawn(sizes, V, seed)
-    found = distinct_ids(flat, starts, lengths, targets, V)
+    actual = distinct_ids(flat, starts, lengths, targets, V)
     total = sum(map(len, kept)) if size is None else size
-    return distinct.slots_of(found, None, len(sizes), total, V), targets, kept
+    return distinct.slots_of(actual, None, len(sizes), total, V), targets, kept
 
 
 def mask_of(kept, V):
@@ -77,13 +77,13 @@ def test_products(dtype):
     slots, _, _ = slots_for(size=200)
     hidden, weight, _ = operands(slots, dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    found = sets.slot_products(hidden, weight, slots, wide)
+    actual = sets.slot_products(hidden, weight, slots, wide)
     ids, rows = slots.ids.long(), slots.rows.long().clamp(max=len(SIZES) - 1)
     truth = (hidden.double()[rows] * weight.double()[ids.clamp(min=0)]).sum(1).masked_fill(ids < 0, 0.0)
-    assert_close(found, truth, torch.finfo(wide).eps, name="products")
+    assert_close(actual, truth, torch.finfo(wide).eps, name="products")
     shard = slots._replace(ids=torch.where(slots.ids % 3 == 0, slots.ids, -1))
     part = sets.slot_products(hidden, weight, shard, wide)
-    assert torch.equal(part, torch.where(shard.ids >= 0, found, 0.0))
+    assert torch.equal(part, torch.where(shard.ids >= 0, actual, 0.0))
 
 
 @dtypes
@@ -159,18 +159,18 @@ def test_nearly_certain_tokens_keep_their_digits(gap):
     assert_close(out.entropy, entropy.detach()[None], rounding_at(entropy), name="entropy")
     (d,) = torch.autograd.grad(logp, exact, retain_graph=True)
     one = TokenBuffers(logps=z.new_ones(1))
-    found = sets.set_gradient(z, slots, out, one, LogitTransform())
+    actual = sets.set_gradient(z, slots, out, one, LogitTransform())
     for i in range(3):
         # Below 2^-126 the kernels' exponentials may be 0.
-        assert abs(found[i].item() - d[i].item()) <= 2e-6 * abs(d[i].item()) + 1e-37
+        assert abs(actual[i].item() - d[i].item()) <= 2e-6 * abs(d[i].item()) + 1e-37
 
 
 def test_of_equal_logits_the_lowest_id_is_the_largest():
     flat = torch.tensor([2, 5, 7, 2, 5, 7], dtype=torch.int32, device=DEVICE)
     targets = torch.tensor([2, 5], device=DEVICE)
     starts, lengths = (torch.tensor(x, device=DEVICE) for x in ([0, 3], [3, 3]))
-    found = distinct_ids(flat, starts, lengths, targets, 9)
-    slots = distinct.slots_of(found, None, 2, 6, 9)
+    actual = distinct_ids(flat, starts, lengths, targets, 9)
+    slots = distinct.slots_of(actual, None, 2, 6, 9)
     z = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0], device=DEVICE)
     out = statistics(z, slots)
     assert out.is_top1.tolist() == [1.0, 0.0]
@@ -209,8 +209,8 @@ def test_one_id_in_many_sets():
     flat = torch.stack((torch.full((n,), 4), torch.arange(n) % 3), 1).reshape(-1).to(DEVICE)
     lengths = torch.full((n,), 2, device=DEVICE)
     targets = torch.full((n,), 4, device=DEVICE)
-    found = distinct_ids(flat, lengths.cumsum(0) - 2, lengths, targets, 6)
-    slots = distinct.slots_of(found, None, n, 2 * n, 6)
+    actual = distinct_ids(flat, lengths.cumsum(0) - 2, lengths, targets, 6)
+    slots = distinct.slots_of(actual, None, n, 2 * n, 6)
     hidden, g = Random(4).normal(n, 5), Random(5).normal(2 * n)
     total = poisoned(6, 5, dtype=torch.float32)
     sets.add_slot_rows(total, slots, g, hidden, first=True)

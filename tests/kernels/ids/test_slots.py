@@ -71,7 +71,7 @@ class Case:
         for slot in range(ids.shape[1]):
             chosen |= torch.arange(z.shape[1], device=DEVICE) == ids[:, slot, None]
         finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
-        found = {
+        actual = {
             "logps": torch.where(ids >= 0, log_p.gather(1, ids.clamp(min=0)), -torch.inf),
             "lse": (z / head.temperature).logsumexp(1),
             "rest": log_p.masked_fill(chosen, -torch.inf).logsumexp(1),
@@ -80,12 +80,12 @@ class Case:
         total = torch.zeros((), dtype=wide, device=DEVICE)
         for name, g in zip(Upstream._fields, upstream or Upstream(None), strict=True):
             if g is not None:
-                g, number = g[self.kept].to(wide), found[name]
+                g, number = g[self.kept].to(wide), actual[name]
                 if name == "logps":
                     g, number = g.masked_fill(ids < 0, 0.0), number.masked_fill(ids < 0, 0.0)
                 total = total + (g * number).sum()
         gradient = torch.autograd.grad(total, x)[0] if total.requires_grad else torch.zeros_like(x)
-        return {name: number.detach() for name, number in found.items()}, gradient
+        return {name: number.detach() for name, number in actual.items()}, gradient
 
     def read(self, *names: str, logits: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """(the chunk without the ids, the numbers)."""
@@ -195,20 +195,20 @@ def test_numbers_and_gradient(case):
     c, upstream = made(case, dtype)
     names = NAMES if "entropy" in case["outputs"] else NAMES[:-1]
     logits, out = c.read(*names)
-    found, gradient = c.truth(torch.float64, upstream)
+    actual, gradient = c.truth(torch.float64, upstream)
     naive, naive_gradient = c.truth(torch.float32, upstream)
-    filled = found["logps"] > -torch.inf
+    filled = actual["logps"] > -torch.inf
     assert torch.equal(out["logps"][c.kept] > -torch.inf, filled)
-    rest = found["rest"] > -torch.inf
+    rest = actual["rest"] > -torch.inf
     assert torch.equal(out["rest"][c.kept] > -torch.inf, rest)
     own = {"logps": filled, "rest": rest}
     for name in names:
         if name != "lse_residual":
             where = own.get(name, ...)
-            parts = out[name][c.kept][where], found[name][where], naive[name][where]
+            parts = out[name][c.kept][where], actual[name][where], naive[name][where]
             assert_close(*parts, name=name, allow_zero=case["V"] == case["k"])
     total = out["lse"].double() + out["lse_residual"].double()
-    assert_close(total[c.kept], found["lse"], 2e-7, name="lse with what rounding left out")
+    assert_close(total[c.kept], actual["lse"], 2e-7, name="lse with what rounding left out")
     error = torch.finfo(dtype).eps / 2 * (2 if INTERPRETED else 1)
     allowed = max(error, (naive_gradient - gradient).norm().item() / gradient.norm().item())
     allowed += GPU_EXP
@@ -223,9 +223,9 @@ def test_many_slots_repeated(dtype):
     c.ids[0], c.ids[1] = 7, torch.arange(k, device=DEVICE) % 40
     logits, out = c.read(*NAMES)
     upstream = Upstream(torch.where(c.ids >= 0, random.normal(ROWS, k), float("nan")))
-    found, gradient = c.truth(torch.float64, upstream)
-    filled = found["logps"] > -torch.inf
-    assert_close(out["logps"][c.kept][filled], found["logps"][filled], 2e-7, name="logps")
+    actual, gradient = c.truth(torch.float64, upstream)
+    filled = actual["logps"] > -torch.inf
+    assert_close(out["logps"][c.kept][filled], actual["logps"][filled], 2e-7, name="logps")
     _, entries, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
     assert (entries[0] == entries[0, 0]).all()
     _, again, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
@@ -247,10 +247,10 @@ def test_all_ids_of_a_soft_cap(V):
     random = Random(V)
     c = Case(random.normal(ROWS, V), random.normal(ROWS, V).argsort(1), LogitTransform(2.0), random.normal(V))
     _, out = c.read(*NAMES)
-    found, _ = c.truth(torch.float64)
+    actual, _ = c.truth(torch.float64)
     assert (out["rest"][c.kept] == -torch.inf).all()
     for name in ("logps", "lse", "entropy"):
-        assert_close(out[name][c.kept], found[name], 1e-6, name=name)
+        assert_close(out[name][c.kept], actual[name], 1e-6, name=name)
 
 
 def test_a_certain_token_keeps_its_digits():
@@ -261,9 +261,9 @@ def test_a_certain_token_keeps_its_digits():
     c = Case(rows, torch.tensor([[0, 3], [0, 0], [1, 2]], device=DEVICE))
     logits, out = c.read(*NAMES)
     upstream = Upstream(torch.tensor([[1.0, 0.0]], device=DEVICE).expand(3, 2))
-    found, gradient = c.truth(torch.float64, upstream)
+    actual, gradient = c.truth(torch.float64, upstream)
     for name in ("logps", "entropy", "rest"):
-        assert (out[name][c.kept] / found[name] - 1).abs().max() < 2e-6, name
+        assert (out[name][c.kept] / actual[name] - 1).abs().max() < 2e-6, name
     result = c.gradient(logits, out, upstream, torch.float32)
     assert (result / gradient - 1).abs().max() < 1e-5
 
@@ -274,11 +274,11 @@ def test_large_logits_are_not_rounded_away():
     c = Case(random.normal(ROWS, 50) + 1e4, random.integers(50, ROWS, 4))
     logits, out = c.read(*NAMES)
     upstream = Upstream(random.normal(ROWS, 4), random.normal(ROWS))
-    found, gradient = c.truth(torch.float64, upstream)
-    assert_close(out["logps"][c.kept], found["logps"], 1e-6, name="logps")
-    assert_close(out["rest"][c.kept], found["rest"], 1e-6, name="rest")
+    actual, gradient = c.truth(torch.float64, upstream)
+    assert_close(out["logps"][c.kept], actual["logps"], 1e-6, name="logps")
+    assert_close(out["rest"][c.kept], actual["rest"], 1e-6, name="rest")
     error = out["lse"].double() + out["lse_residual"].double()
-    assert (error[c.kept] - found["lse"]).abs().max() < 2e-6
+    assert (error[c.kept] - actual["lse"]).abs().max() < 2e-6
     assert_close(c.gradient(logits, out, upstream, torch.float32).double(), gradient, 2e-6, name="gradient")
 
 
@@ -292,14 +292,14 @@ def test_masked_and_missing_logits(dtype):
     c.logits[2, 5:] = -torch.inf  # nothing but the ids
     c.logits[3, 20] = float("nan")  # of nobody's id
     _, out = c.read(*NAMES)
-    found, _ = c.truth(torch.float64)
+    actual, _ = c.truth(torch.float64)
     whole = [0, 1, 2]
-    filled = found["logps"] > -torch.inf
+    filled = actual["logps"] > -torch.inf
     assert torch.equal((out["logps"][c.kept] > -torch.inf)[whole], filled[whole])
     for name in ("lse", "entropy"):
-        assert_close(out[name][whole], found[name][whole], 1e-6, name=name)
+        assert_close(out[name][whole], actual[name][whole], 1e-6, name=name)
     logps = out["logps"][whole][filled[whole]]
-    assert_close(logps, found["logps"][whole][filled[whole]], 1e-6, name="logps")
+    assert_close(logps, actual["logps"][whole][filled[whole]], 1e-6, name="logps")
     assert out["rest"][2] < -1e3
     # A NaN comes out where full logits give one.
     assert out["logps"][3].isnan().all() and out["lse"][3].isnan() and out["entropy"][3].isnan()
@@ -326,8 +326,8 @@ def test_layouts(dtype):
         for name, x in plain.items():
             torch.testing.assert_close(out[name], x)
         known = {name: layout(x) for name, x in plain.items()} | {"ids": c.ids}
-        found = slots.sparse_grad(known, Upstream(*map(layout, upstream)), head=c.head, **c.row_options)
-        for x, y in zip(found, truth, strict=True):
+        actual = slots.sparse_grad(known, Upstream(*map(layout, upstream)), head=c.head, **c.row_options)
+        for x, y in zip(actual, truth, strict=True):
             torch.testing.assert_close(x, y)
         matrix, other = poisoned(ROWS, 40, dtype=dtype), poisoned(ROWS, 43, dtype=dtype)[:, 3:]
         slots.scatter(matrix, truth[0], truth[1])
