@@ -163,7 +163,7 @@ def test_layer_tiles(monkeypatch):
 
 def test_every_row_of_compare_runs(tmp_path, uncompiled):
     settings = {"seed": 0, "quick": True, "repeats": 1, "host_calls": 2, "words": []}
-    here = own_rows.Session(device=CPU, out=tmp_path / "rows.json", actual={"rows": []}, **settings)
+    here = own_rows.Session(device=CPU, out=tmp_path / "rows.json", found={"rows": []}, **settings)
     for row in own_rows.ROWS:
         here.measure(row, lambda row: own_rows.timed(here, row, here.arguments(row.inputs)))
     actual = {row["name"]: row for row in json.loads(here.out.read_text())["rows"]}

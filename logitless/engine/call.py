@@ -317,7 +317,9 @@ def _num_items(loss: LossSpec, num_items: float | Tensor, dtype: torch.dtype, de
         num_items = torch.full((), num_items, dtype=dtype, device=device)
     if num_items.dim() != 0:
         raise value_error("num_items", "a number or a 0-d tensor", tuple(num_items.shape), "sum it first")
-    return num_items.to(device)
+    if torch.is_grad_enabled():
+        check_constant("num_items", num_items)
+    return num_items.detach().to(device)
 
 
 def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> int:

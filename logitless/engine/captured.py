@@ -215,7 +215,7 @@ def _key(
         device,
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
-        matmul.allow_tf32,
+        matmul.fp32_precision,  # `allow_tf32` raises an error where this one was set
         matmul.allow_bf16_reduced_precision_reduction,
         *given,
         *[None if x is None else (x.shape, x.dtype, x.data_ptr() == labels) for x in given.values()],

@@ -93,7 +93,7 @@ def _shape(call: HeadCall) -> tuple[int, int]:
     return call.targets.shape[0], call.sequence_count
 
 
-# Streaks by the identity of the loss, the shape of its head, device and stream.
+# Streaks by the identity of the loss, the shape of its head, device, stream and inference mode.
 _STREAKS = Remembered()
 
 
@@ -200,10 +200,11 @@ def _streak(call: HeadCall) -> Streak | None:
         return None
     if not all(_is_no_index(x) or _is_same(x, call.targets) for x in call.inputs.values()):
         return None
-    # The rows of a streak are tensors of one device, which one stream has computed.
+    # The rows of a streak are tensors of one device, which one stream has computed. Autograd cannot save
+    # tensors of the inference mode.
     device = call.targets.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = loss.identity, call.weight.shape, device, stream
+    key = loss.identity, call.weight.shape, device, stream, torch.is_inference_mode_enabled()
     if key not in _STREAKS:
         _STREAKS[key] = Streak()
     return _STREAKS[key]

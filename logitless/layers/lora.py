@@ -341,6 +341,8 @@ class _Projections(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         members, n = ctx.members, len(ctx.members)
+        if all([d_y is None for d_y in grads]):
+            return (None,) * len(ctx.needs_input_grad)
         if _versions(members) != ctx.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "

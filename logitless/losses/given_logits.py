@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import check_constant, check_vocabulary_input, stat_dtype_of
@@ -77,8 +78,9 @@ def cross_entropy(
         num_items: divisor of the mean. Default: the number of supervised tokens or, with class_weights, the
             sum of the class weights of their targets.
         inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size.
-            Nothing may read the logits after it: autograd raises an error if it needs them again, unless
-            saved-tensor hooks return them unchecked. They must be contiguous, and neither a leaf that
+            Nothing may read or change the logits after it: autograd raises an error if it needs them again,
+            unless saved-tensor hooks return them unchecked, and a parameter's gradient may be their memory.
+            They must be contiguous, and neither a leaf that
             requires a gradient nor a view of one. Under torch.compile, the compiler decides which memory it
             uses again.
 
@@ -212,7 +214,12 @@ def _check_tensors(
         check_constant(name, x)
         if x.device != logits.device:
             raise value_error(name, f"logits' device {logits.device}", x.device, "move it there")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
+        remedy = "differentiate F.cross_entropy(logits, targets)"
+        raise value_error("forward_ad", "logits without a tangent", "a dual tensor", remedy)
     if isinstance(num_items, Tensor):
+        if torch.is_grad_enabled():
+            check_constant("num_items", num_items)
         if num_items.dim() != 0:
             expected = "a number or a 0-d tensor"
             raise value_error("num_items", expected, tuple(num_items.shape), "sum it first")

@@ -302,6 +302,16 @@ def test_the_options_of_the_loss(replays, monkeypatch):
         expect_equal(results(run(smoothing), x), by_readable_pass(run(smoothing), x, monkeypatch))
 
 
+def test_precision_by_the_new_api_of_torch(replays, monkeypatch):
+    x = Operands()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
+    warm(cross_entropy, x)
+    assert replays == [True]
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    results(cross_entropy, x)
+    assert replays == [True]
+
+
 def test_nothing_of_the_call_is_kept():
     x = Operands()
     warm(pairs, x)

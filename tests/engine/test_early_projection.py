@@ -20,6 +20,7 @@ from logitless import (
     linear_topk,
 )
 from logitless.engine import base, early_projection, remembered
+from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import LIKELY, PATIENCE
 from logitless.engine.projection import Projection
 from logitless.engine.readers.gathered import GatheredProjection
@@ -205,6 +206,39 @@ def test_other_rows_of_the_same_number(begun):
     actual = results(of_targets, x, second)
     assert len(begun) == 2
     assert all(torch.equal(a, b) for a, b in zip(actual, expected[1], strict=True))
+
+
+def test_rows_counted_in_inference_mode():
+    """Autograd cannot save their tensors."""
+    x = Operands()
+    targets = torch.where(torch.arange(N) % 3 == 0, -100, x.targets)
+    with torch.inference_mode():
+        for _ in range(LIKELY + 1):
+            of_targets(x, targets)
+    for _ in range(LIKELY + 1):
+        results(of_targets, x, targets)
+
+
+def test_rows_of_another_thread(monkeypatch):
+    """A call between the comparison of the shapes and the use of the rows does not change the rows."""
+    x = Operands()
+    expected = results(of_targets, x, x.targets)
+    for _ in range(LIKELY):
+        results(of_targets, x, x.targets)
+    (streak,) = early_projection._STREAKS.values()
+    shape_of, calls = early_projection._shape, []
+
+    def spy(given):
+        if not calls:
+            calls.append(given)
+            half = call(CrossEntropyLoss(), x.hidden[: N // 2], x.weight, x.targets[: N // 2])
+            streak.add(half, resolve_rows(half)[1])
+        return shape_of(given)
+
+    monkeypatch.setattr(early_projection, "_shape", spy)
+    actual = results(of_targets, x, x.targets)
+    assert calls
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("wrong", [V, -1])

@@ -950,3 +950,26 @@ def test_a_base_in_4_bits(peft_4bit):
         fused()
         assert all(torch.equal(y, z) for y, z in zip(results, model(x)))
         fused = fuse_layers(model)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The identity, whose backward pass returns no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_result_gets_a_gradient(n):
+    """As for `nn.Linear`, there is no gradient of x, A and B."""
+    x, a, b = (torch.randn(*shape).requires_grad_() for shape in ((5, 24), (4, 24), (16, 4)))
+    members = [lora.LoraProjection(torch.randn(16, 24), None, a, b, 0.5, 0.0) for _ in range(n)]
+    sum(WithoutGradient.apply(y).sum() for y in lora.apply_projections(x, members)).backward()
+    assert x.grad is None
+    assert a.grad is None
+    assert b.grad is None

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from logitless import cross_entropy
 from logitless.engine import compiled
@@ -138,6 +139,25 @@ def test_the_memory_that_it_takes(inplace):
     tensors = 1 if inplace else 2
     temporaries = 0.3 if DEVICE.type == "cpu" else 0.01  # on a CPU those of the twin
     assert tensors <= watch.peak / leaf.nbytes < tensors + temporaries
+
+
+def test_forward_mode_is_refused():
+    """The kernels would lose the tangent."""
+    logits, targets, _ = given(6)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits.detach(), torch.ones_like(logits))
+        with pytest.raises(ValueError, match="^forward_ad: expected logits without a tangent"):
+            cross_entropy(dual, targets)
+        assert cross_entropy(logits, targets).isfinite()
+
+
+def test_num_items_gets_no_gradient():
+    logits, targets, _ = given(6)
+    num_items = torch.tensor(3.0, device=DEVICE).requires_grad_()
+    with pytest.raises(ValueError, match="^num_items: expected a tensor that requires no gradient"):
+        cross_entropy(logits, targets, num_items=num_items)
+    with torch.no_grad():
+        assert cross_entropy(logits, targets, num_items=num_items).isfinite()
 
 
 def test_what_autograd_needs_again_after_inplace():
