@@ -1,4 +1,4 @@
-"""`FusedLinearBase`: a loss of `hidden @ weight.T`, chunk by chunk. The engine in seven lines:
+"""`FusedLinearBase`: a loss of `hidden @ weight.T`, chunk by chunk. The engine in six lines:
 
     for span in plan.spans:                          # the rows that one evaluation of the loss needs
         for chunk in span.chunks:
@@ -281,7 +281,7 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
     5. `reader.evaluate`: compute the loss of these rows, and its gradient with respect to their
        statistics.
 
-    Then, for each chunk again, which is projected a second time if the span has several:
+    Then, for each chunk again (if the span has several, it is projected a second time):
 
     6. If `read` did not write the gradient: `reader.write` computes the gradient of the logits, then run
        product 2.
@@ -352,7 +352,10 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, main: int) -> torch.cuda.Stream:
+    """The side stream of a stream. Two streams must not share one: the allocator would give memory that the
+    work of the first one still reads to that of the second one.
+    """
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -373,8 +376,8 @@ def side_stream(device: torch.device, *, useful: bool) -> AbstractContextManager
 
 @contextmanager
 def _beside(device: torch.device, queued_before: torch.cuda.Event) -> Iterator[None]:
-    stream = _stream(device)
     main = torch.cuda.current_stream(device)
+    stream = _stream(device, main.cuda_stream)
     stream.wait_event(queued_before)
     with torch.cuda.stream(stream):
         yield

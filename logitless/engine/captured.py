@@ -1,17 +1,17 @@
 """The pass of a small call as a CUDA graph.
 
-The kernels of a call with few tokens take less time than the host takes to launch them one by one. A pass
-that is projected early (`early_projection`) has no host sync until all its kernels are queued. If the same
-call comes again and again, its kernels are captured once and replayed afterwards: the same kernels, with the
-same results.
+The kernels of a call with few tokens take less time than the host takes to launch them one by one. The pass
+of a call that is projected early (`early_projection`) has no host sync until all its kernels are queued. If
+calls with equal keys come again and again, their kernels are captured once and replayed afterwards: the same
+kernels, with the same results.
 
 Two graphs are captured. The first clamps the targets and counts the rows for which the guess of an early
 projection is wrong; the second has the pass except for product 3. Outside of the graphs, the call copies its
 per-token tensors to the addresses that the graphs read, and computes product 3, so that d_weight is a new
 tensor. The head is read at its own address, which is a part of the key.
 
-All graphs of a stream share one memory pool. A replay is queued together with the kernels that read its
-results, before any other replay, so no result has to survive in the pool.
+All graphs of a stream share one memory pool. A lock is held from a replay until the kernels that read its
+results are queued, so no result has to survive in the pool until another replay.
 """
 
 import copy
@@ -42,19 +42,20 @@ logger = logging.getLogger(__name__)
 LIBRARY = __name__.partition(".")[0]
 # Device types on which passes are captured.
 CAPTURES_ON = () if os.environ.get("LOGITLESS_CUDA_GRAPHS") == "0" else ("cuda",)
-# A pass is captured when its key comes for this time. A capture takes as long as some calls.
+# A pass is captured in this many-th call with its key. A capture takes as long as some calls.
 SIGHTINGS = 3
-# The most passes that are kept. A pass gives its place to a new one after so many replays of others.
+# The most passes that are kept. The least recently used one gives its place to a new one, if it was not used
+# in the last STALE calls.
 MOST, STALE = 16, 256
-# The memory that the graphs keep between calls is about that of the logits: at most this share of the memory
-# of the device. On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
+# A captured pass keeps the memory of its chunk between calls: at most this share of the memory of the device.
+# On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
 SHARE = 1 / 128
-# Key -> number of calls so far; None: the pass cannot be captured.
+# Key -> number of calls so far; None: the pass was captured, or its capture failed.
 _SEEN = Remembered()
 _PASSES: dict[Hashable, "CapturedPass"] = {}
 _LOCK = threading.Lock()
 
-# The pass: (call, its rows, the sums of its gradients) -> the loss.
+# The pass: (call, its rows, the sums of its gradients) -> `Solved`.
 Solve = Callable[[HeadCall, Rows, Gradients], Solved]
 
 
@@ -70,16 +71,20 @@ def captured_solve(
         fixed_dtypes: see `base.solve`.
 
     Returns:
-        (whether there is a captured pass; what `solve` returns, None if other rows are supervised).
+        (False, None): there is no captured pass. (True, None): it ran, but other rows are supervised.
+        (True, result): what `solve` returns.
     """
     if not _is_eligible(call):
         return False, None
     given, heads = _tensors(call)
     if not all([x is None or x.is_contiguous() for x in given.values()]):
         return False, None
+    if not all([x is None or x.dtype == call.dtype for x in heads]):
+        return False, None  # the graph would hold a copy
     if not _LOCK.acquire(blocking=False):
-        return False, None  # another thread is using the static tensors
+        return False, None  # another thread captures or replays a pass
     try:
+        CapturedPass.calls += 1
         key = _key(call, rows, given, heads, fixed_dtypes)
         captured = _PASSES.get(key)
         if captured is None:
@@ -116,7 +121,7 @@ def _new_pass(
         return None
     if len(_PASSES) >= MOST:
         oldest = min(_PASSES, key=lambda other: _PASSES[other].last_use)
-        if CapturedPass.replays - _PASSES[oldest].last_use < STALE:
+        if CapturedPass.calls - _PASSES[oldest].last_use < STALE:
             return None
         del _PASSES[oldest]
         _SEEN[oldest] = 0
@@ -136,13 +141,13 @@ def _new_pass(
 def _is_eligible(call: HeadCall) -> bool:
     """Whether the pass of a call that is projected early may be captured.
 
-    It must be small, must run the code of this library alone, and must not need a copy of the head.
+    It must be small, must run the code of this library alone, and must not need a copy of a head.
     """
     loss, weight = call.loss, call.weight
     device = weight.device
     if device.type not in CAPTURES_ON or not loss.identity or not _is_of_library(type(loss)):
         return False
-    if call.frozen is not None or weight.dtype != call.dtype or call.dtype == torch.float16:
+    if call.frozen is not None or call.dtype == torch.float16:
         return False
     return (
         _bytes(call) <= most_bytes(device)
@@ -166,14 +171,14 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _bytes(call: HeadCall) -> int:
-    """Bytes of the logits of all rows, as they are stored if the head is projected by a fused kernel."""
+    """The least bytes that a chunk of all rows takes."""
     dtype = call.dtype if call.fp32_logits else call.logits_dtype
     return call.targets.shape[0] * call.width * dtype.itemsize
 
 
 @functools.cache
 def most_bytes(device: torch.device) -> int:
-    """The most bytes of logits that the graphs of a device keep between calls."""
+    """The most bytes of a chunk that is captured."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
     return int(SHARE * memory)
 
@@ -211,7 +216,8 @@ def _key(
         call.indices,
         call.coefficient,
         call.sequence_count,
-        None if rows.index is None else rows.index.data_ptr(),  # a pass keeps its rows
+        # A pass keeps its rows, so that no others have this address.
+        None if rows.supervised is None else rows.index.data_ptr(),
         device,
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
@@ -255,14 +261,14 @@ class _Head:
 class CapturedPass:
     """The captured pass of one key.
 
-    It keeps no tensor of the call, and not its head.
+    It keeps the rows, but no tensor of the call.
 
     Attributes:
-        replays: number of replays so far, of all passes.
-        last_use: `replays` when this pass was last replayed.
+        calls: number of calls so far that may be captured.
+        last_use: `calls` when this pass was last replayed.
     """
 
-    replays: ClassVar[int] = 0
+    calls: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -274,7 +280,7 @@ class CapturedPass:
         fixed_dtypes: bool,
     ):
         device = call.weight.device
-        self.last_use = CapturedPass.replays
+        self.last_use = CapturedPass.calls
         self._fixed_dtypes = fixed_dtypes
         self._static = {name: None if x is None else torch.empty_like(x) for name, x in given.items()}
         for name, x in given.items():  # an input may be the targets themselves
@@ -284,19 +290,21 @@ class CapturedPass:
         static = _at_static(call, self._static)
         self._rows = rows
         self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static, rows), device)
-        self._clamped = early.targets  # the second graph reads it
+        self._clamped = early.targets  # the second graph reads it, so it must not reuse its memory
         recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
 
-        def run() -> tuple[Solved, Projection, Chunk | None]:
+        def run() -> tuple[Solved, Projection | None, Chunk | None]:
             return solve(early, rows, recorder), recorder.head, recorder.chunk
 
         self._pass, (solved, projection, chunk) = capture(run, device)
+        if solved.plan.chunk_bytes > most_bytes(device):
+            raise RuntimeError(f"its chunk takes {solved.plan.chunk_bytes:,} bytes")
         self._plan = solved.plan
         self._loss, self._metrics, self._deferred = map(
             _unowned, (solved.loss, solved.metrics, solved.deferred)
         )
         self._tokens = list(map(_unowned, solved.tokens))
-        self._d_hidden = _unowned(projection.d_hidden)
+        self._d_hidden = None if projection is None else _unowned(projection.d_hidden)
         self._chunk = None if chunk is None else _operands(chunk)
         self._trained = None if chunk is None else self._chunk.trained
 
@@ -307,8 +315,7 @@ class CapturedPass:
 
     def run(self, call: HeadCall, given: Mapping[str, Tensor | None]) -> Solved | None:
         """Run the pass on the tensors of a call with the same key; None if other rows are supervised."""
-        CapturedPass.replays += 1
-        self.last_use = CapturedPass.replays
+        self.last_use = CapturedPass.calls
         self._load(given)
         self._count()
         wrong = HostCopy(self._wrong)
@@ -319,12 +326,13 @@ class CapturedPass:
     def _results(self, call: HeadCall) -> Solved:
         """The results as new tensors, and product 3."""
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
-        gradients.open(call, 1.0, several_chunks=False)
-        head = _Head(self._rows, _new(self._d_hidden))
-        if self._chunk is not None:
-            self._chunk.trained = self._trained  # which `add` has set to None
-            gradients.add(self._chunk, head)
-        gradients.close(call, head, 1.0)
+        if call.trainable:
+            gradients.open(call, 1.0, several_chunks=False)
+            head = _Head(self._rows, _new(self._d_hidden))
+            if self._chunk is not None:
+                self._chunk.trained = self._trained  # which `add` has set to None
+                gradients.add(self._chunk, head)
+            gradients.close(call, head, 1.0)
         return Solved(
             self._loss.clone(),
             self._metrics.clone(),
@@ -368,8 +376,9 @@ def _new(x: object) -> object:
 
 # -- CUDA graphs
 
-# Device and stream -> the memory pool of its graphs.
-_POOLS: dict[tuple[torch.device, int], object] = {}
+# Device and stream -> the memory pool of its graphs, and the stream on which they are captured: the allocator
+# reuses memory on one stream.
+_POOLS: dict[tuple[torch.device, int], tuple[object, torch.cuda.Stream]] = {}
 
 
 def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], None], object]:
@@ -379,9 +388,11 @@ def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[
         (a function that launches them again; what `run` returned, tensors that the kernels write).
     """
     current = torch.cuda.current_stream(device)
-    pool = _POOLS.setdefault((device, current.cuda_stream), torch.cuda.graph_pool_handle())
+    place = device, current.cuda_stream
+    if place not in _POOLS:
+        _POOLS[place] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    pool, stream = _POOLS[place]
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         # Other threads, such as those that pin memory, may do what a capture forbids.

@@ -2,11 +2,11 @@
 
 Otherwise the GPU is idle between the count of supervised rows and the first product, while the host reads the
 count, plans, allocates and launches. If the same rows were supervised in the last few calls of an equal loss
-(all rows, all but the last one of each sequence as `shift` leaves them, or any others), the pass is queued
-for these rows, with targets clamped to ids of the vocabulary. The number of rows for which this was wrong is
-counted in the same launch, and the host reads it after the whole pass is queued. If it is not 0, the result
-is discarded and the call runs from its counts, which also raises its faults. Either way the result is the
-same.
+with a head of the same shape (all rows, all but the last one of each sequence as `shift` leaves them, or any
+others), the pass is queued for these rows, with targets clamped to ids of the vocabulary. The number of rows
+for which this was wrong is counted in the same launch, and the host reads it after the whole pass is queued.
+If it is not 0, the result is discarded and the call runs from its counts, which also raises its faults.
+Either way the result is the same.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
 
-# LIKELY: consecutive calls with the same supervised rows before the first early projection. A discarded
-# projection costs a pass, so each one multiplies this number by PATIENCE.
-LIKELY, PATIENCE = 3, 4
+# Consecutive calls with the same supervised rows before the first early projection.
+LIKELY = 3
+# A discarded projection costs a pass: each one multiplies the number of calls before the next one by this.
+PATIENCE = 4
 
 
 class Counted(NamedTuple):
@@ -43,12 +44,12 @@ class Streak:
     """The history of the calls of a loss, which several threads may call.
 
     Attributes:
-        length: number of consecutive last calls with the same supervised rows: every row, of any number of
-            tokens, or other rows of calls with one shape.
+        length: number of consecutive last calls, of those that the host has counted, with the same supervised
+            rows: every row, of any number of tokens, or other rows of calls with one shape.
         needed: the length at which the next call is projected early.
         last: the rows of the last call.
-        others: number of tokens in which the last call differs from the one before it; None: it is known to
-            be 0.
+        others: number of tokens that are supervised in one of the last two counted calls alone; None: it is
+            known to be 0, or was not compared.
     """
 
     length: int = 0
@@ -84,7 +85,7 @@ class Streak:
             self.length = 1
 
     def end(self) -> None:
-        """The guess was wrong."""
+        """Reset the history after a wrong guess, and require a longer one."""
         self.length = 0
         self.needed *= PATIENCE
 
@@ -106,8 +107,8 @@ def over_rows(
 
     Args:
         call: the call of one head.
-        run: the pass, called as run(call, rows). It must have no side effects, because it runs a second time
-            if the result of an early projection is discarded.
+        run: the pass, called as run(call, rows). It runs a second time if the result of an early projection
+            is discarded.
         run_captured: the pass over given rows as a CUDA graph (`captured.captured_solve`): returns whether
             there is one, and its result, None if other rows are supervised.
 
@@ -186,13 +187,14 @@ def with_clamped_targets(call: HeadCall, rows: Rows) -> tuple[HeadCall, Tensor]:
 def _streak(call: HeadCall) -> Streak | None:
     """The streak of the call's loss and head; None for a call that is never projected early.
 
-    Such a call does not run on a GPU, has no host sync, or has `tp_group` or `cp_group` (the ranks exchange
+    Such a call does not run on a GPU, has no host sync, has a loss without an identity (constructed in a
+    compiled graph), or has `tp_group` or `cp_group` (the ranks exchange
     their counts in the sync), layers, `cu_seqlens`, a sampling mask, or an integer input other than the
     targets. An integer input may be an index that is only valid where its token is supervised, and is not
     clamped.
     """
     loss = call.loss
-    if loss.unmasked or not loss.compact or not _runs_on_gpu(call.targets):
+    if loss.unmasked or not loss.compact or not loss.identity or not _runs_on_gpu(call.targets):
         return None
     if loss.tp_group is not None or loss.cp_group is not None:
         return None

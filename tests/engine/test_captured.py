@@ -302,14 +302,45 @@ def test_the_options_of_the_loss(replays, monkeypatch):
         expect_equal(results(run(smoothing), x), by_readable_pass(run(smoothing), x, monkeypatch))
 
 
-def test_precision_by_the_new_api_of_torch(replays, monkeypatch):
+def test_precision_by_the_new_api_of_torch(replays):
     x = Operands()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
-    warm(cross_entropy, x)
-    assert replays == [True]
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    results(cross_entropy, x)
-    assert replays == [True]
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "ieee"
+        warm(cross_entropy, x)
+        assert replays == [True]
+        matmul.fp32_precision = "tf32"
+        results(cross_entropy, x)
+        assert replays == [True]
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_without_gradients(replays, monkeypatch):
+    x = Operands()
+    with torch.no_grad():
+        for _ in range(REPLAYED):
+            pairs(x)
+        for seed in (1, 2):
+            x.refill(seed)
+            loss, metrics, logps = pairs(x)
+            with monkeypatch.context() as patch:
+                patch.setattr(captured, "CAPTURES_ON", ())
+                expected, expected_metrics, expected_logps = pairs(x)
+            expect_equal([loss, *metrics, logps], [expected, *expected_metrics, expected_logps])
+    assert replays == [True] * 3
+
+
+def test_pairs_of_alternating_lengths(replays):
+    x, y = Operands(), Operands()
+    with_fewer_tokens(y)
+    y.ref_hidden = y.ref_hidden[:, :4].contiguous()
+    y.weight, y.ref_weight, y.bias = x.weight, x.ref_weight, x.bias
+    for _ in range(2 * REPLAYED):
+        results(pairs, x)
+        results(pairs, y)
+    assert len(captured._PASSES) == 2
+    assert len(replays) > REPLAYED
 
 
 def test_nothing_of_the_call_is_kept():
@@ -325,7 +356,7 @@ def test_nothing_of_the_call_is_kept():
 
 def test_at_most_so_many_passes(monkeypatch):
     monkeypatch.setattr(captured, "MOST", 2)
-    monkeypatch.setattr(captured, "STALE", 8)
+    monkeypatch.setattr(captured, "STALE", 32)
     xs = [Operands() for _ in range(3)]
     for x in xs:
         warm(cross_entropy, x)
@@ -359,7 +390,7 @@ def test_another_thread_during_a_replay(replays):
 def test_small_calls_alone(large, monkeypatch):
     x = Operands()
     size = B * T * V * 4
-    monkeypatch.setattr(captured, "most_bytes", lambda device: size - large)
+    monkeypatch.setattr(captured, "most_bytes", lambda device: size - 1 if large else 2**20)
     warm(cross_entropy, x)
     assert bool(captured._PASSES) is not large
 
