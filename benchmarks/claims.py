@@ -92,6 +92,16 @@ def sum_costs(chunk: int) -> list[float]:
     return costs
 
 
+def of_compile(name: str, **where: object) -> list[float]:
+    """Times of small calls, of 512 tokens and more, divided by those of torch.compile."""
+    ratios = []
+    for section in document("small.json")["sections"]:
+        if section["tokens"] >= 512 and where.items() <= section.items():
+            rows = {row["name"]: row for row in section["rows"]}
+            ratios += [rows[name][key] / rows["torch.compile"][key] for key in ("ratio", "hot_ratio")]
+    return ratios
+
+
 def between(costs: Callable[[int], list[float]], chunk: int) -> tuple[Derived, Derived]:
     """The least and the most over the shapes of gemm-h200.json."""
     where = f"benchmarks/results/gemm-h200.json, chunks of {chunk}: {costs.__doc__}"
@@ -114,6 +124,15 @@ BUDGET_STEPS = "step-budget.json"
 STEP_OF = {
     name: ms("step.json", 0, name) for name in ("stock", "our loss", "our layers", "our loss + our layers")
 }
+SMALL = f"benchmarks/results/small.json: {of_compile.__doc__}"
+REPLAYED = (
+    Derived(f"the least: {SMALL}", lambda: min(of_compile("logitless"))),
+    Derived(f"the most: {SMALL}", lambda: max(of_compile("logitless"))),
+)
+UNCAPTURED = Derived(
+    f"the most with 512 tokens: {SMALL}",
+    lambda: max(of_compile("logitless, without CUDA graphs", tokens=512)),
+)
 # Shapes of cross-entropy: with 8,192 tokens and more, and with 2,048.
 MANY_TOKENS, FEW = (0, 1, 2, 3), 6
 TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(9)), unit=0.01)
@@ -364,10 +383,11 @@ CLAIMS = (
         (ce(3, "QuACK", "hot_ratio"), ce(3, "logitless", "hot_ratio")),
     ),
     Claim(
-        WHY,
-        "it takes {} times its matrix products, the compiled loss {}",
-        (ce(FEW, "logitless"), ce(FEW, "torch.compile")),
+        "docs/howto/small-batches.md",
+        "is replayed as a CUDA graph takes {} to {} times the time of",
+        REPLAYED,
     ),
+    Claim("docs/howto/small-batches.md", "a call of 512 tokens takes up to {} times as long", (UNCAPTURED,)),
     Claim(
         WHY,
         "is off by {}% with the filter and by {}% without it, that of logitless by {}%",

@@ -204,6 +204,14 @@ def test_recipes_have_the_numbers_of_their_formulas(recipes, name, V):
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_link_references_are_defined(page):
+    """MkDocs shows others as text, also with --strict."""
+    text = re.sub(r"```.*?```|`[^`\n]*`(?!\]\[)", "", page.read_text(), flags=re.DOTALL)
+    used = set(re.findall(r"\]\[([A-Za-z_]+)\]", text))
+    assert used <= set(re.findall(r"^\[([A-Za-z_]+)\]: ", text, flags=re.MULTILINE))
+
+
 def test_the_reference_reads_names_that_exist():
     """docs/docstrings.py reads which names of a package are public from the package's source."""
     source = ast.parse((ROOT / "docs" / "docstrings.py").read_text())
