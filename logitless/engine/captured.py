@@ -46,7 +46,7 @@ CAPTURES_ON = () if os.environ.get("LOGITLESS_CUDA_GRAPHS") == "0" else ("cuda",
 SIGHTINGS = 3
 # The most passes that are kept. The least recently used one gives its place to a new one, if it was not used
 # in the last STALE calls.
-MOST, STALE = 16, 256
+MAX_PASSES, STALE = 16, 256
 # A captured pass keeps the memory of its chunk between calls: at most this share of the memory of the device.
 # On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
 SHARE = 1 / 128
@@ -119,7 +119,7 @@ def _new_pass(
     _SEEN[key] = seen + 1
     if seen + 1 < SIGHTINGS:
         return None
-    if len(_PASSES) >= MOST:
+    if len(_PASSES) >= MAX_PASSES:
         oldest = min(_PASSES, key=lambda other: _PASSES[other].last_use)
         if CapturedPass.calls - _PASSES[oldest].last_use < STALE:
             return None
@@ -289,14 +289,14 @@ class CapturedPass:
         self._load(given)
         static = _at_static(call, self._static)
         self._rows = rows
-        self._count, (early, self._wrong) = capture(lambda: with_clamped_targets(static, rows), device)
+        self._replay_count, (early, self._wrong) = capture(lambda: with_clamped_targets(static, rows), device)
         self._clamped = early.targets  # the second graph reads it, so it must not reuse its memory
         recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
             return solve(early, rows, recorder), recorder.head, recorder.chunk
 
-        self._pass, (solved, projection, chunk) = capture(run, device)
+        self._replay_pass, (solved, projection, chunk) = capture(run, device)
         if solved.plan.chunk_bytes > most_bytes(device):
             raise RuntimeError(f"its chunk takes {solved.plan.chunk_bytes:,} bytes")
         self._plan = solved.plan
@@ -317,13 +317,13 @@ class CapturedPass:
         """Run the pass on the tensors of a call with the same key; None if other rows are supervised."""
         self.last_use = CapturedPass.calls
         self._load(given)
-        self._count()
+        self._replay_count()
         wrong = HostCopy(self._wrong)
-        self._pass()
-        solved = self._results(call)
+        self._replay_pass()
+        solved = self._copied_results(call)
         return None if any(wrong.tolist()) else solved
 
-    def _results(self, call: HeadCall) -> Solved:
+    def _copied_results(self, call: HeadCall) -> Solved:
         """The results as new tensors, and product 3."""
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:

@@ -355,7 +355,7 @@ def test_nothing_of_the_call_is_kept():
 
 
 def test_at_most_so_many_passes(monkeypatch):
-    monkeypatch.setattr(captured, "MOST", 2)
+    monkeypatch.setattr(captured, "MAX_PASSES", 2)
     monkeypatch.setattr(captured, "STALE", 32)
     xs = [Operands() for _ in range(3)]
     for x in xs:
