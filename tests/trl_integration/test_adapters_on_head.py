@@ -135,7 +135,7 @@ def test_only_what_is_switched_on_takes_part():
 
 
 @pytest.mark.parametrize(
-    "config, found",
+    "config, actual",
     [
         (peft.LoraConfig(**LORA | {"use_dora": True}), "DoraLinearVariant"),
         (peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]), "ia3.layer.Linear"),

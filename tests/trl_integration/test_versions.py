@@ -25,7 +25,7 @@ def test_supported(monkeypatch, trl, transformers):
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("actual", "message"),
     [
         (
             {"trl": "1.14.1", "transformers": "5.23.0"},

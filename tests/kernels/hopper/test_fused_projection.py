@@ -351,7 +351,7 @@ LOSSES = {
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
-@pytest.mark.parametrize(("kind", "options", "wanted"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(("kind", "options", "expected"), LOSSES.values(), ids=LOSSES)
 def test_losses(served, kind, options, expected, frozen):
     hidden, weight, targets, reference = pairs()
     hidden.requires_grad_()
