@@ -312,3 +312,17 @@ class GemmCounter(BodyMode):
             columns = right.shape[-1] if right.dim() > 1 else 1
             self.flops += 2 * left.numel() * columns
         return func(*args, **kwargs)
+
+
+def captured_step(step: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    """Capture a step as a CUDA graph, after three steps on a side stream: (the graph, the step's results)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.compiled import is_switched_off
-from logitless.engine.early_projection import with_clamped_targets
+from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
+from logitless.engine.early_projection import is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
 from logitless.engine.host_copy import HostCopy
 from logitless.engine.projection import Chunk, Projection
@@ -39,7 +39,6 @@ from logitless.kernels.matmul import accumulate
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = __name__.partition(".")[0]
 # Device types on which passes are captured.
 CAPTURES_ON = () if os.environ.get("LOGITLESS_CUDA_GRAPHS") == "0" else ("cuda",)
 # A pass is captured in this many-th call with its key. A capture takes as long as some calls.
@@ -145,29 +144,17 @@ def _is_eligible(call: HeadCall) -> bool:
     """
     loss, weight = call.loss, call.weight
     device = weight.device
-    if device.type not in CAPTURES_ON or not loss.identity or not _is_of_library(type(loss)):
+    if device.type not in CAPTURES_ON or not loss.identity or not is_of_library(loss):
         return False
     if call.frozen is not None or call.dtype == torch.float16:
         return False
     return (
         _bytes(call) <= most_bytes(device)
         and not is_switched_off()
-        and not torch.is_anomaly_enabled()
+        and not is_observed()
         and not torch.is_inference_mode_enabled()
-        and not torch.are_deterministic_algorithms_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and not _is_capturing(device)
+        and not is_capturing(device)
     )
-
-
-@functools.cache
-def _is_of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == LIBRARY
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _bytes(call: HeadCall) -> int:
@@ -206,7 +193,6 @@ def _key(
     """All on which the kernels of a pass depend, except for the values of `given`."""
     device = call.weight.device
     matmul = torch.backends.cuda.matmul
-    labels = call.targets.data_ptr()
     return (
         type(call.loss),
         call.loss.identity,
@@ -224,7 +210,7 @@ def _key(
         matmul.fp32_precision,  # `allow_tf32` raises an error where this one was set
         matmul.allow_bf16_reduced_precision_reduction,
         *given,
-        *[None if x is None else (x.shape, x.dtype, x.data_ptr() == labels) for x in given.values()],
+        *[None if x is None else (x.shape, x.dtype, is_same(x, call.targets)) for x in given.values()],
         *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in heads],
     )
 
@@ -284,7 +270,7 @@ class CapturedPass:
         self._fixed_dtypes = fixed_dtypes
         self._static = {name: None if x is None else torch.empty_like(x) for name, x in given.items()}
         for name, x in given.items():  # an input may be the targets themselves
-            if x is not None and x.data_ptr() == call.targets.data_ptr():
+            if is_same(x, call.targets):
                 self._static[name] = self._static["targets"]
         self._load(given)
         static = _at_static(call, self._static)

@@ -87,7 +87,7 @@ def evaluate(
     """
     results = None
     if _is_eligible(loss, batch):
-        run = _by_graph if type(loss).__module__.partition(".")[0] == LIBRARY else _by_torch_compile
+        run = _by_graph if is_of_library(loss) else _by_torch_compile
         results = run(loss, statistics, batch, factors, differentiate)
     if results is None:
         return evaluation.evaluate(loss, statistics, batch, factors, sequences, differentiate=differentiate)
@@ -100,7 +100,7 @@ def _by_graph(
 ) -> Sequence[Tensor] | None:
     """(*gradients, table) of a loss of this library, by a graph; None if there is none."""
     key = _key(loss, statistics, batch, factors, differentiate)
-    if key not in _GRAPHS and not _is_capturing(batch.given_targets.device):
+    if key not in _GRAPHS and not is_capturing(batch.given_targets.device):
         with _LOCK, _syncs_allowed(batch.given_targets.device):
             if key not in _GRAPHS:
                 try:
@@ -129,8 +129,7 @@ def _by_torch_compile(
 def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
     """Whether the evaluation of these arguments may run in a graph.
 
-    Not with several ranks, whose collectives a graph does not contain and which must all do the same; not if
-    deterministic algorithms are required; and not inside of a dispatch mode or a transform of torch.func.
+    Not with several ranks, whose collectives a graph does not contain and which must all do the same.
     """
     targets = batch.given_targets
     return (
@@ -139,13 +138,27 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
         and loss.cp_group is None
         and 1 < targets.shape[0] <= MOST_ROWS
         and (batch.segments is None or batch.segments.lengths.shape[0] > 0)
-        and not torch.are_deterministic_algorithms_enabled()
-        and not torch.is_anomaly_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
+        and not is_observed()
         and not is_switched_off()
         and _is_one_of_few(loss)
     )
+
+
+def is_observed() -> bool:
+    """Whether each operator must run by itself: with deterministic algorithms, in anomaly mode, and inside of
+    a dispatch mode or a transform of torch.func.
+    """
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        or torch.is_anomaly_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def is_of_library(loss: LossSpec) -> bool:
+    """Whether the code of the loss is that of this library, and no user's."""
+    return type(loss).__module__.partition(".")[0] == LIBRARY
 
 
 def is_switched_off() -> bool:
@@ -189,7 +202,7 @@ def _syncs_allowed(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -35,8 +35,12 @@ class Counted(NamedTuple):
     """The rows of a call, as the host has counted them."""
 
     rows: Rows
-    every: bool  # whether they are all rows
     shape: tuple[int, int]  # number of tokens and of sequences
+
+    @property
+    def every(self) -> bool:
+        """Whether they are all rows."""
+        return self.rows.count == self.shape[0]
 
 
 @dataclass
@@ -68,17 +72,18 @@ class Streak:
         if last.shape != _shape(call):
             if not last.every:
                 return None
-            self.last = last = Counted(every_row(call), True, _shape(call))
+            self.last = last = Counted(every_row(call), _shape(call))
         return last.rows
 
     def add(self, call: HeadCall, rows: Rows) -> None:
         """Add a call whose rows the host has counted."""
-        last, self.last = self.last, Counted(rows, rows.count == call.targets.shape[0], _shape(call))
-        if rows.count == 0 or last is None or last.every is not self.last.every:
+        last = self.last
+        self.last = new = Counted(rows, _shape(call))
+        if rows.count == 0 or last is None or last.every is not new.every:
             self.length = int(rows.count > 0)
-        elif last.every:
+        elif new.every:
             self.length += 1
-        elif last.shape == self.last.shape and last.rows.count == rows.count:
+        elif last.shape == new.shape and last.rows.count == rows.count:
             self.length += 1
             self.others = HostCopy((last.rows.supervised != rows.supervised).sum())
         else:
@@ -180,7 +185,7 @@ def with_clamped_targets(call: HeadCall, rows: Rows) -> tuple[HeadCall, Tensor]:
     loss = call.loss
     num_items = call.num_items if loss.reduction == "mean" else None
     targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items, rows.supervised)
-    inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
+    inputs = {name: targets if is_same(x, call.targets) else x for name, x in call.inputs.items()}
     return call.with_targets(targets, inputs), wrong
 
 
@@ -200,7 +205,7 @@ def _streak(call: HeadCall) -> Streak | None:
         return None
     if call.layers is not None or call.cu_seqlens is not None or call.sets is not None:
         return None
-    if not all(_is_no_index(x) or _is_same(x, call.targets) for x in call.inputs.values()):
+    if not all(_is_no_index(x) or is_same(x, call.targets) for x in call.inputs.values()):
         return None
     # The rows of a streak are tensors of one device, which one stream has computed. Autograd cannot save
     # tensors of the inference mode.
@@ -221,7 +226,7 @@ def _is_no_index(x: object) -> bool:
     return not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool
 
 
-def _is_same(x: object, targets: Tensor) -> bool:
+def is_same(x: object, targets: Tensor) -> bool:
     """Whether an input is the same memory as the targets, as labels may be."""
     alike = isinstance(x, Tensor) and x.dtype == targets.dtype and x.shape == targets.shape
     return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()

@@ -43,7 +43,7 @@ FUSED_CLASSES = {
 }
 PARAMS_4BIT = "bitsandbytes.nn.modules.Params4bit"
 _dtype_of = attrgetter("dtype")
-_what_members_share = attrgetter("scale", "dropout", "a.shape")
+_scale_dropout_rank = attrgetter("scale", "dropout", "a.shape")
 
 
 class LoraProjection(NamedTuple):
@@ -285,8 +285,8 @@ def apply_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple
     # Its gradient would be the sum over the projections, rounded to the products' dtype.
     uncast = None if cast is x else x
     results: tuple[Tensor, ...] = ()
-    for _, alike in itertools.groupby(projections, _what_members_share):
-        members = list(alike)
+    for _, group in itertools.groupby(projections, _scale_dropout_rank):
+        members = list(group)
         adapters = [each.a for each in members] + [each.b for each in members]
         results += _Projections.apply(cast, uncast, members, *adapters)
     return results

@@ -234,6 +234,39 @@ def test_ignored_tokens_get_no_gradient(upstream, replays):
     assert not d_hidden[:, :-1].isfinite().any()
 
 
+def test_an_input_that_begins_where_the_targets_do(replays, monkeypatch):
+    x = Operands()
+    x.targets[0, 0] = 7
+
+    def run(x):
+        return linear_cross_entropy(x.hidden, x.weight, x.targets, num_items=x.targets[0, 0]), ()
+
+    warm(run, x)
+    expect_equal(results(run, x), by_readable_pass(run, x, monkeypatch))
+    assert replays == [True, True]
+
+
+class OwnLoss(CrossEntropyLoss):
+    """May do anything."""
+
+
+def test_a_subclass_of_a_user_is_not_captured(replays):
+    x = Operands()
+    warm(lambda x: (OwnLoss()(x.hidden, x.weight, x.targets).loss, ()), x)
+    assert not replays
+
+
+def test_another_default_dtype(replays, monkeypatch):
+    x = Operands()
+    torch.set_default_dtype(torch.float64)
+    try:
+        warm(policies, x)
+        expect_equal(results(policies, x), by_readable_pass(policies, x, monkeypatch))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert replays == [True, True]
+
+
 def test_num_items_of_zero():
     x = Operands()
     warm(weighted, x)

@@ -9,7 +9,7 @@ from logitless.engine import captured, compiled
 from logitless.engine.early_projection import LIKELY
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
-from tests.support import DEVICE
+from tests.support import DEVICE, captured_step
 
 needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
 # One to a dozen chunks for the 4 x 6 tokens; a row of a LogitsLoss may take more.
@@ -104,19 +104,11 @@ def test_capture(name, budget):
         outputs = LOSSES[name](x, heads, compact=False, logits_budget=budget)
         return [*outputs, *every_loss.gradients(outputs[0], x, heads).values()]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured_step(step)
     for seed in (1, 2, 3):
         refill(x, seed)
         graph.replay()
-        torch.testing.assert_close(captured, step(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results, step(), rtol=1e-4, atol=1e-5)
 
 
 @needs_cuda

@@ -11,7 +11,7 @@ from logitless.engine import compiled
 from logitless.engine.budget import PeakBytes
 from logitless.engine.host_copy import HostCopy
 from logitless.losses import given_logits
-from tests.support import DEVICE, relative_error
+from tests.support import DEVICE, captured_step, relative_error
 
 V = 23
 OPTIONS = (
@@ -246,15 +246,7 @@ def test_capture(options, compiles_on, monkeypatch):
         loss = cross_entropy(logits, targets, **options)
         return loss.detach(), *torch.autograd.grad(loss.sum(), logits)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = captured_step(step)
     for seed in (1, 2):
         for x, y in zip((logits, targets), given(6, dtype=torch.float32, seed=seed)):
             x.data.copy_(y.detach())
