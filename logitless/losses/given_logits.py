@@ -80,9 +80,8 @@ def cross_entropy(
         inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size.
             Nothing may read or change the logits after it: autograd raises an error if it needs them again,
             unless saved-tensor hooks return them unchecked, and a parameter's gradient may be their memory.
-            They must be contiguous, and neither a leaf that
-            requires a gradient nor a view of one. Under torch.compile, the compiler decides which memory it
-            uses again.
+            They must be contiguous, and neither a leaf that requires a gradient nor a view of one. Under
+            torch.compile, the compiler decides which memory it uses again.
 
     Returns:
         0-d fp32 tensor (fp64 for fp64 logits). With `reduction="none"`, a tensor of targets' shape with 0 for
