@@ -1,5 +1,6 @@
 """`python -m benchmarks`: the commands. Each measures one thing, prints it, and writes it down as JSON."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -449,14 +450,20 @@ def small_calls(
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
+    portable: Annotated[
+        bool,
+        typer.Option(help="By the portable kernels, those of GPUs other than Hopper (small-portable.json)."),
+    ] = False,
 ) -> None:
     """Calls of 128 to 4,096 tokens, which wait for the host: us, with and without CUDA graphs
     (`LOGITLESS_CUDA_GRAPHS=0`), eager PyTorch and torch.compile; time, and time of the host."""
     target = chosen_device(device, quick)
-    document = new_document("small", target, quick=quick) | {"complete": False}
+    name = "small-portable" if portable else "small"
+    document = new_document(name, target, quick=quick) | {"complete": False}
     path = out_path(out, document)
     options = {"quick": quick, "seconds": seconds, "out": path, "say": speaker()}
-    small.run(document, target, only=picked(small.OBJECTIVES, only), **options)
+    with portable_kernels() if portable else nullcontext():
+        small.run(document, target, only=picked(small.OBJECTIVES, only), **options)
     write_json(path, document)
     finish(path)
     typer.echo(small.table(document))

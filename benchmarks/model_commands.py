@@ -50,18 +50,23 @@ def trl(
     step_by_step: Annotated[
         bool, typer.Option(help="Both trainers in turns at every step: times that can be told apart.")
     ] = False,
+    short: Annotated[
+        bool, typer.Option(help="Steps of 512 and 2,048 tokens, with both our flags (trl-short.json).")
+    ] = False,
 ) -> None:
     """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
     same loss."""
     target = chosen_device(device, quick)
     packages = ("trl", "peft", "accelerate")
+    name = "trl-short" if short else "trl"
     document = new_document(
-        "trl", target, quick=quick, versions={name: package_version(name) for name in packages}
+        name, target, quick=quick, versions={name: package_version(name) for name in packages}
     )
     path = out_path(out, document)
     try:
         chosen = {"only": tuple(only or ()), "skip": tuple(skip or ()), "sizes": tuple(sizes or ())}
         chosen |= {"rounds": rounds, "timed": timed, "step_by_step": step_by_step}
+        chosen["short"] = short
         trainers.run(document, target, **chosen, out=path, say=speaker())
     except (ImportError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -229,21 +229,22 @@ def construct(
     random = torch.Generator().manual_seed(seed)
     config, trainer = pair(case.kind, ours=ours)
     if ours:
-        settings["use_chunked_loss"] = True
+        settings |= {"use_chunked_loss": True, "use_fused_layers": scale.fused_layers}
     if case.kind == "GRPO":
-        prompt, completion = scale.rollout
-        settings |= {"num_generations": GENERATIONS, "max_completion_length": completion}
+        prompt, completion = scale.completion(case, size)
+        settings |= {"num_generations": min(GENERATIONS, batch), "max_completion_length": completion}
         given |= {"train_dataset": Dataset.from_dict({"prompt": ["w2"] * batch}), "reward_funcs": no_reward}
         made = type(trainer.__name__, (GivenRollout, trainer), {})(args=config(**settings), **given)
         made.rollout = rollout(batch, prompt, completion, scale.model["vocab_size"], random, device)
         return made
+    length = scale.length(case, size)
     if case.kind == "SFT":
-        settings["max_length"] = scale.sequence
-        ids = torch.randint(2, scale.model["vocab_size"], (batch, scale.sequence), generator=random)
+        settings["max_length"] = length
+        ids = torch.randint(2, scale.model["vocab_size"], (batch, length), generator=random)
         given["train_dataset"] = Dataset.from_dict({"input_ids": ids.tolist()})
     else:
-        settings["max_length"] = scale.sequence // 2
-        given["train_dataset"] = preferences(batch, scale.sequence // 2, random)
+        settings["max_length"] = length // 2
+        given["train_dataset"] = preferences(batch, length // 2, random)
     return trainer(args=config(**settings), **given)
 
 

@@ -33,26 +33,42 @@ class Case:
     options: dict = field(default_factory=dict)
     lora: bool = False
 
-    @property
-    def unit(self) -> str:
-        return "batch size" if self.kind == "GRPO" else "tokens"
-
 
 @dataclass(frozen=True)
 class Scale:
     model: dict  # of Qwen3Config
-    sequence: int  # tokens of an SFT sequence, and of the two of a pair together
+    sequence: int  # the most tokens of an SFT sequence, and of the two of a pair together
     tokens: tuple[int, ...]
-    rollout: tuple[int, int]  # tokens of a prompt and of its completion
-    batches: tuple[int, ...]
+    rollout: tuple[int, int] = (0, 0)  # tokens of a prompt and of its completion
+    batches: tuple[int, ...] = ()  # of GRPO; () where its steps are given in tokens too
+    fused_layers: bool = False  # of our trainers
     timed: int = 5  # steps, behind the first `WARM`
 
+    def by_batch(self, case: Case) -> bool:
+        return case.kind == "GRPO" and bool(self.batches)
+
+    def unit(self, case: Case) -> str:
+        return "batch size" if self.by_batch(case) else "tokens"
+
     def sizes(self, case: Case) -> tuple[int, ...]:
-        return self.batches if case.kind == "GRPO" else self.tokens
+        return self.batches if self.by_batch(case) else self.tokens
+
+    def length(self, case: Case, size: int) -> int:
+        """Tokens of a sequence, of a pair, or of a prompt with one of its two or more completions."""
+        if self.by_batch(case):
+            return sum(self.rollout)
+        return min(self.sequence, size // 2 if case.kind == "GRPO" else size)
 
     def batch(self, case: Case, size: int) -> int:
         """Sequences, pairs or completions in a step."""
-        return size if case.kind == "GRPO" else size // self.sequence
+        return size if self.by_batch(case) else size // self.length(case, size)
+
+    def completion(self, case: Case, size: int) -> tuple[int, int]:
+        """GRPO: tokens of a prompt, and of its completion."""
+        if self.by_batch(case):
+            return self.rollout
+        length = self.length(case, size)
+        return length // 4, length - length // 4
 
 
 CASES = {
@@ -94,6 +110,9 @@ WARM = 3
 COMPARED = 8  # steps whose losses are compared: later the weights differ by bf16's rounding of every step
 FULL = Scale(QWEN3, 2048, (4096, 8192, 16384, 32768), (128, 512), (8, 16, 32, 64, 128, 256))
 QUICK = Scale(TINY, 32, (64,), (4, 12), (8,))
+# Steps of few tokens, with both our flags.
+SHORT = Scale(QWEN3, 1024, (512, 2048), fused_layers=True)
+QUICK_SHORT = Scale(TINY, 32, (32, 64), fused_layers=True)
 
 
 def run(
@@ -106,6 +125,7 @@ def run(
     rounds: int = 1,
     timed: int = Scale.timed,
     step_by_step: bool = False,
+    short: bool = False,
     out: Path | None,
     say: Callable[[str], None],
 ) -> dict:
@@ -113,7 +133,8 @@ def run(
     times each, and writes `document` to `out` after each round. On a GPU each round has a process of its own:
     from one process to the next the host's speed, and with it short steps, differs by far more than the
     trainers do. Whoever was second comes first in the next round; `step_by_step`, they take turns at every
-    step, and memory, which holds both models then, is not measured.
+    step, and memory, which holds both models then, is not measured. `short`: steps of few tokens, ours with
+    both flags.
 
     Raises:
         ImportError: TRL is not installed, or not in a supported version.
@@ -127,8 +148,10 @@ def run(
     require_supported()
     from benchmarks import trainer_steps
 
-    scale = replace(QUICK if document["quick"] else FULL, timed=timed)
+    scales = (SHORT, QUICK_SHORT) if short else (FULL, QUICK)
+    scale = replace(scales[document["quick"]], timed=timed)
     head = {"model": scale.model, "steps": WARM + timed, "timed_steps": timed, "step_by_step": step_by_step}
+    head |= {"fused_layers": scale.fused_layers}
     measure = measured_in_turns if step_by_step else measured
     if device.type == "cuda":
         measure = partial(apart, measure)
@@ -142,7 +165,9 @@ def run(
             for size in scale.sizes(case):
                 if sizes and size not in sizes:
                     continue
-                section = {"trainer": name, "unit": case.unit, "size": size, "rows": []}
+                unit = scale.unit(case)
+                section = {"trainer": name, "unit": unit, "size": size, "rows": []}
+                section |= {"batch": scale.batch(case, size), "length": scale.length(case, size)}
                 document["sections"].append(section)
                 for turn in range(rounds):
                     # What ran out of memory at a smaller size, or a round before, is not tried again.
@@ -156,12 +181,12 @@ def run(
                         row = {"name": trainer} | found.get(trainer, {"verdict": "out of memory"})
                         if row["verdict"] == "out of memory":
                             exhausted.add(trainer)
-                        say(f"{name}, {case.unit} {size:,}: {describe(row)}")
+                        say(f"{name}, {unit} {size:,}: {describe(row)}")
                         add(section["rows"], row)
                     judge(section)
                     report.write_json(out, document)
                 said = ", ".join(filter(None, [difference(section), ratio(section)]))
-                say(f"{name}, {case.unit} {size:,}: {said}")
+                say(f"{name}, {unit} {size:,}: {said}")
             say(f"\n{name}\n{table(document, name, 'simple')}\n")
     document["complete"] = True
     report.write_json(out, document)
