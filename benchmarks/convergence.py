@@ -29,9 +29,6 @@ from benchmarks.report import write_json
 from benchmarks.timing import release
 
 PARTS = ("gradients", "shadow", "curves", "outcomes")
-# A run of fp32 operands must agree to this, relative to the norm of the gradient; so must a planted fault be
-# seen to be above this multiple of it.
-SHADOW_LIMIT = 1e-5
 # In bf16 the chunked loss may be this many times as far from fp32 as stock TRL.
 SHADOW_BF16 = 2.0
 REAL_BATCHES = 4
@@ -221,7 +218,8 @@ class Proof:
                             found = shadow.compare(kind, world, Path(folder) / "out", dtype=dtype, **options)
                         else:
                             found = shadow_heads.compare(kind, world, **options)
-                        section |= shadow_summary([asdict(step) for step in found])
+                        limit = shadow.KINDS[kind].limit if of_trainer else shadow.LIMIT
+                        section |= shadow_summary([asdict(step) for step in found], limit)
                     # A trainer may fail in any way; the others must still be measured.
                     except Exception as error:
                         section |= {"verdict": "failed", "reason": one_line(error), "steps": []}
@@ -303,10 +301,10 @@ def world_budget(quick: bool) -> int:
     return 2048 if quick else 16 * 2**20
 
 
-def shadow_summary(steps: list[dict]) -> dict:
+def shadow_summary(steps: list[dict], limit: float) -> dict:
     """The largest differences of a trainer, and a verdict.
 
-    In fp32 the gradients must agree to `SHADOW_LIMIT`. In bf16 the chunked loss may be twice as far from fp32
+    In fp32 the gradients must agree to `limit`. In bf16 the chunked loss may be twice as far from fp32
     as stock TRL, on average over the steps.
     """
     live = [step for step in steps if step["norm"] > 0]
@@ -319,7 +317,7 @@ def shadow_summary(steps: list[dict]) -> dict:
         "steps_without_gradient": len(steps) - len(live),
     }
     if live[0]["error"] is None:
-        right = largest < SHADOW_LIMIT
+        right = largest < limit
     else:
         summary |= {name: sum(step[name] for step in live) / len(live) for name in ("stock_error", "error")}
         right = summary["error"] <= SHADOW_BF16 * summary["stock_error"]

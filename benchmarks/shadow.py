@@ -44,6 +44,11 @@ class World:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype)
 
 
+# Gradients of fp32 operands must agree to this, relative to the norm of the gradient; a planted fault must be
+# seen to be above this.
+LIMIT = 1e-5
+
+
 @dataclass(frozen=True)
 class Kind:
     """How one of TRL's trainers is constructed."""
@@ -53,6 +58,8 @@ class Kind:
     arguments: Callable[[World], dict[str, Any]] = lambda world: {}
     lora: dict[str, Any] | None = None  # options of its LoraConfig
     trainer: str = ""  # the name of its class, where that is not its own
+    # The largest difference of fp32 gradients, relative to their norm.
+    limit: float = LIMIT
 
 
 def with_completion(world: World) -> dict[str, list]:
@@ -126,10 +133,13 @@ KINDS: dict[str, Kind] = {
     "KTO": Kind(with_labels, lambda world: {"beta": BETA}),
     "ORPO": Kind(with_pairs, lambda world: {"beta": BETA, "max_length": 256}),
     "CPO": Kind(with_pairs, lambda world: {"beta": BETA, "max_length": 256}),
+    # Its ratio is the exponential of a difference of sums of log-probabilities. Between -512 and -1,024, fp32
+    # rounds such a sum to 3e-5, in stock TRL as well.
     "RLOO": Kind(
         with_prompts,
         lambda world: rollouts(world) | {"beta": 0.0},
         lambda world: {"reward_funcs": world.reward},
+        limit=5e-5,
     ),
     "GKD": Kind(
         with_ids,

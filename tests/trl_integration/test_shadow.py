@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import shadow, shadow_heads, sums
-from benchmarks.convergence import SHADOW_LIMIT
-from benchmarks.shadow import Step
+from benchmarks.shadow import LIMIT, Step
 
 # Of the whole gradient, for the faults below
 SEEN = 5e-4
@@ -35,8 +34,8 @@ def assert_equal(steps: list[Step]) -> None:
     """All gradients, of which few may be zero: GRPO has none where all rewards of a prompt are equal."""
     assert sum(step.norm > 0 for step in steps) >= 0.8 * len(steps)
     for i, step in enumerate(steps):
-        assert step.gradient < SHADOW_LIMIT, f"step {i}: off by {step.gradient:.1e} of the gradient"
-        assert step.loss_difference < SHADOW_LIMIT, f"step {i}: losses differ by {step.loss_difference:.1e}"
+        assert step.gradient < LIMIT, f"step {i}: off by {step.gradient:.1e} of the gradient"
+        assert step.loss_difference < LIMIT, f"step {i}: losses differ by {step.loss_difference:.1e}"
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
@@ -59,7 +58,7 @@ def test_gradients_of_heads_at_every_step(world, kind):
     """Medusa's heads and a draft beside full logits; a gradient that is a little off is seen."""
     assert_equal(shadow_heads.compare(kind, world, steps=10, logits_budget=BUDGET))
     (step,) = shadow_heads.compare(kind, world, steps=1, logits_budget=BUDGET, fault=1e-2)
-    assert step.gradient > SHADOW_LIMIT
+    assert step.gradient > LIMIT
 
 
 @pytest.mark.slow
