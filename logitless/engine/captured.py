@@ -14,6 +14,7 @@ All graphs of a stream share one memory pool. A lock is held from a replay until
 results are queued, so no result has to survive in the pool until another replay.
 """
 
+import contextlib
 import copy
 import functools
 import logging
@@ -26,11 +27,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
 from logitless.engine.early_projection import is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
 from logitless.engine.host_copy import HostCopy
+from logitless.engine.plan import Pass
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
@@ -222,8 +225,7 @@ class _Recorder(Gradients):
     head: Projection | None = None
 
     def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
-        if several_chunks:
-            raise RuntimeError("it has several chunks")
+        """Nothing is summed."""
 
     def add(self, chunk: Chunk, head: Projection) -> None:
         self.chunk = copy.copy(chunk)
@@ -266,6 +268,11 @@ class CapturedPass:
         fixed_dtypes: bool,
     ):
         device = call.weight.device
+        plan = plan_for(call, rows, Pass.SOLVE, wide_d_weight=fixed_dtypes)
+        if plan.d_weight_parts > 1:
+            raise RuntimeError("it has several chunks")
+        if plan.chunk_bytes > most_bytes(device):
+            raise RuntimeError(f"its chunk takes {plan.chunk_bytes:,} bytes")
         self.last_use = CapturedPass.calls
         self._fixed_dtypes = fixed_dtypes
         self._static = {name: None if x is None else torch.empty_like(x) for name, x in given.items()}
@@ -283,8 +290,6 @@ class CapturedPass:
             return solve(early, rows, recorder), recorder.head, recorder.chunk
 
         self._replay_pass, (solved, projection, chunk) = capture(run, device)
-        if solved.plan.chunk_bytes > most_bytes(device):
-            raise RuntimeError(f"its chunk takes {solved.plan.chunk_bytes:,} bytes")
         self._plan = solved.plan
         self._loss, self._metrics, self._deferred = map(
             _unowned, (solved.loss, solved.metrics, solved.deferred)
@@ -362,9 +367,9 @@ def _new(x: object) -> object:
 
 # -- CUDA graphs
 
-# Device and stream -> the memory pool of its graphs, and the stream on which they are captured: the allocator
-# reuses memory on one stream.
-_POOLS: dict[tuple[torch.device, int], tuple[object, torch.cuda.Stream]] = {}
+# Device and stream -> the first graph of its memory pool, and the stream on which all graphs of the pool are
+# captured: the allocator reuses memory on one stream.
+_POOLS: dict[tuple[torch.device, int], tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]] = {}
 
 
 def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], None], object]:
@@ -373,22 +378,55 @@ def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[
     Returns:
         (a function that launches them again; what `run` returned, tensors that the kernels write).
     """
-    current = torch.cuda.current_stream(device)
-    place = device, current.cuda_stream
+    place = device, torch.cuda.current_stream(device).cuda_stream
     if place not in _POOLS:
-        _POOLS[place] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    pool, stream = _POOLS[place]
+        stream = torch.cuda.Stream(device)
+        # The allocator frees a pool without graphs, and its handle is then invalid: this graph stays.
+        _POOLS[place] = (
+            _capture_on(stream, lambda: torch.zeros(1, dtype=torch.int32, device=device))[0],
+            stream,
+        )
+    first, stream = _POOLS[place]
+    graph, results = _capture_on(stream, run, first.pool())
+    return graph.replay, results
+
+
+def _capture_on(
+    stream: torch.cuda.Stream, run: Callable[[], object], pool: object = None
+) -> tuple[torch.cuda.CUDAGraph, object]:
+    current = torch.cuda.current_stream(stream.device)
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        # Other threads, such as those that pin memory, may do what a capture forbids.
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            results = run()
-        finally:
-            graph.capture_end()
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads, such as those that pin memory, may do what a capture forbids.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                results = run()
+            finally:
+                graph.capture_end()
+    except Exception:
+        _leave_capture_mode(stream.device, pool)
+        raise
     current.wait_stream(stream)
-    return graph.replay, results
+    return graph, results
+
+
+def _leave_capture_mode(device: torch.device, pool: object) -> None:
+    """Restore the state of PyTorch after a capture that failed.
+
+    If the begin or the end of a capture raises an error, PyTorch leaves the allocator and the random
+    generator of the device in the mode of a capture, in which random operations outside of a capture raise
+    errors.
+    """
+    # An error where the capture ended as usual.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, dtype=torch.int32, device=device)
+        graph.capture_end()
 
 
 class _Memory:

@@ -50,7 +50,19 @@ def evaluate(
     values = [term.values for term in terms]
     # The backward pass starts at the values of each term, with the factor of its unit.
     upstream = [_spread(factors.loss[term.over], term.values) for term in terms]
-    return gradients_of(values, upstream, leaves), report(loss, result, factors, sequences)
+    gradients = gradients_of(values, upstream, leaves)
+    if batch.ignored is not None:
+        gradients = {name: without_rows(x, batch.ignored) for name, x in gradients.items()}
+    return gradients, report(loss, result, factors, sequences)
+
+
+def without_rows(gradient: Tensor, ignored: Tensor) -> Tensor:
+    """Set the gradients of ignored rows to 0.
+
+    Their terms have an upstream gradient of 0. The derivative of a term may be infinite there, and 0 times
+    infinity is NaN.
+    """
+    return torch.where(ignored.view(-1, *[1] * (gradient.ndim - 1)), 0.0, gradient)
 
 
 def _spread(factor: float | Tensor, values: Tensor) -> Tensor:
@@ -141,6 +153,8 @@ def chunk_function(
         else:
             differentiated = torch.func.grad_and_value(lambda z: objective(z, chunk), has_aux=True)
             gradient, (_, found) = differentiated(products)
+        if gradient is not None and not loss.compact:
+            gradient = without_rows(gradient, chunk.targets == loss.ignore_index)
         return Evaluation(gradient, found[0], found[1] if len(found) > 1 else None)
 
     return evaluate_chunk

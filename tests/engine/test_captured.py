@@ -15,6 +15,7 @@ from logitless.engine.early_projection import LIKELY
 from tests.support import DEVICE
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
+on_a_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="captures CUDA graphs")
 
 B, T, H, V = 4, 6, 8, 30
 # A call is replayed from this one on: the first ones count the rows, the next ones are projected early.
@@ -443,3 +444,52 @@ def test_a_failed_capture(monkeypatch, caplog):
             results(cross_entropy, x)
     assert len(tries) == 1
     assert "CrossEntropyLoss is not captured: RuntimeError: operation not permitted" in caplog.text
+
+
+def test_a_call_of_several_chunks_is_not_captured(replays, monkeypatch):
+    def small(x):
+        return CrossEntropyLoss(logits_budget=3 * V * 4)(x.hidden, x.weight, x.targets).loss, ()
+
+    captures = []
+    monkeypatch.setattr(captured, "capture", lambda *arguments: captures.append(arguments))
+    x = Operands()
+    warm(small, x)
+    expect_equal(results(small, x), by_readable_pass(small, x, monkeypatch))
+    assert not captures and not replays
+
+
+def doubled():
+    return torch.arange(4, device=DEVICE) * 2
+
+
+def fails():
+    raise ValueError("no reason")
+
+
+def syncs():
+    return doubled().sum().item()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("run", [fails, syncs])
+def test_a_capture_that_fails_changes_nothing(run):
+    torch.manual_seed(3)
+    expected = torch.rand(4, device=DEVICE)
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError)):
+            captured.capture(run, DEVICE)
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(4, device=DEVICE), expected)
+    replay, result = captured.capture(doubled, DEVICE)
+    replay()
+    assert result.tolist() == [0, 2, 4, 6]
+
+
+@on_a_gpu
+def test_a_pool_outlives_its_graphs():
+    for _ in range(3):
+        replay, result = captured.capture(doubled, DEVICE)
+        replay()
+        assert result.tolist() == [0, 2, 4, 6]
+        del replay, result
+        gc.collect()

@@ -96,7 +96,7 @@ def of_the_best(x, targets):
 
 def of_logits(x, targets):
     hidden, weight = x.teacher
-    loss = DistillationLoss(divergence="jsd", logits_budget=4 * BUDGET)
+    loss = DistillationLoss(divergence="jsd", logits_budget=3 * BUDGET)
     return loss(x.hidden, x.weight, targets, teacher_hidden=hidden, teacher_weight=weight).loss
 
 

@@ -2,12 +2,13 @@
 break a fused loss."""
 
 from dataclasses import FrozenInstanceError, fields
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from logitless import CrossEntropyLoss, linear_cross_entropy
+from logitless import CrossEntropyLoss, Term, linear_cross_entropy
 from tests import reference
 from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands
 from tests.support import DEVICE, assert_close, relative_error, run, sum_error
@@ -333,3 +334,24 @@ def test_an_ignored_id_needs_no_class_weight(reduction, compact, ignore_index):
     theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, **options)
     ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, compact=compact, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+class WithSum(CrossEntropyLoss):
+    """Reports the sum of the logits, each times its class weight."""
+
+    observes: ClassVar = (*CrossEntropyLoss.observes, "sum_logits")
+    metric_names: ClassVar = (*CrossEntropyLoss.metric_names, "sum_logits")
+
+    def terms(self, stats, batch):
+        terms, metrics = super().terms(stats, batch)
+        return terms, metrics | {"sum_logits": Term(stats.sum_logits)}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+def test_class_weights_of_an_observed_sum_of_logits(trains):
+    h, w, targets, _ = operands((31,), 8, 50, torch.float32)
+    weights = torch.linspace(0.1, 0.7, 50, device=DEVICE)
+    h.requires_grad_(trains)
+    out = WithSum()(h, w, targets, class_weights=weights)
+    expected = (h @ w.T * weights).sum(1)[targets != -100].mean()
+    torch.testing.assert_close(out.metrics["sum_logits"], expected.detach(), rtol=1e-5, atol=1e-5)

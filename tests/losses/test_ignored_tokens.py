@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from logitless import CrossEntropyLoss, MedusaLoss, linear_cross_entropy
+from logitless import (
+    Batch,
+    CrossEntropyLoss,
+    LogitsLoss,
+    MedusaLoss,
+    Term,
+    TokenLoss,
+    TokenStats,
+    linear_cross_entropy,
+)
 from logitless.engine.operands import SplitHead
 from tests.cases import operands
 from tests.losses.every_loss import LOSSES, REDUCED, Given, H, V, given, gradients, heads
@@ -183,3 +192,34 @@ def test_a_grad_scaler_skips_the_step():
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(weight, before) and scaler.get_scale() == 1.0
+
+
+def focal(logps: Tensor) -> dict[str, Term]:
+    """Its derivative is infinite where the probability is 1."""
+    return {"nll": Term(-torch.sqrt(1 - logps.exp()) * logps)}
+
+
+class FocalLoss(TokenLoss):
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        return focal(stats.logps), {}
+
+
+class FocalLossOfLogits(LogitsLoss):
+    def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        return focal(torch.log_softmax(logits, -1).gather(1, batch.targets[:, None])[:, 0]), {}
+
+
+@pytest.mark.parametrize("kind", [FocalLoss, FocalLossOfLogits])
+def test_an_infinite_derivative_at_an_ignored_token_changes_no_gradient(kind):
+    torch.manual_seed(0)
+    weight = torch.randn(11, 8, device=DEVICE)
+    hidden = torch.randn(6, 8, device=DEVICE)
+    hidden[2] = 100 * weight[0]  # the probability of token 0 is 1
+    targets = torch.tensor([1, 2, -100, 4, 5, 6], device=DEVICE)
+    actual = {}
+    for compact in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        kind(compact=compact)(*leaves, targets).loss.backward()
+        actual[compact] = [x.grad for x in leaves]
+    for expected, dense in zip(actual[True], actual[False], strict=True):
+        torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-6)

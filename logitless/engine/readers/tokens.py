@@ -108,7 +108,7 @@ class TokenReader(Reader):
 
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
-        allows_cached_grad = set(call.loss.differentiates) <= {"logps", "lse"}
+        allows_cached_grad = TokenReader.allows_cached_grad(call.loss)
         if call.fp32_logits and can_fuse_epilogue(call, purpose):
             keeps_dlogp_dhidden = allows_cached_grad and not (call.needs.weight or call.needs.bias)
             stored = call.trainable and (purpose is not Pass.STATISTICS or keeps_dlogp_dhidden)
@@ -153,7 +153,10 @@ class TokenReader(Reader):
             if self.fused_epilogue:
                 factor = fused.read(chunk.features, head.weight, chunk.targets, stats, **options)
             else:
-                factor = kernels.logprob_gradient(chunk.logits, chunk.targets, stats, **options)
+                weights = self._sum_weights()
+                factor = kernels.logprob_gradient(
+                    chunk.logits, chunk.targets, stats, class_weights=weights, **options
+                )
             chunk.factor = vocabulary.merge_gradient(
                 chunk.grad_buffer, chunk.targets, stats, factor, loss.head
             )

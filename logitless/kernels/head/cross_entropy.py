@@ -116,6 +116,7 @@ def logprob_gradient(
     gradient: Tensor,
     head: LogitTransform,
     bias: Tensor | None = None,
+    class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
 ) -> Tensor:
     """Write the statistics to `out` and an unscaled gradient to `gradient`.
@@ -131,12 +132,12 @@ def logprob_gradient(
             targets,
             out,
             bias=bias,
-            class_weights=None,
+            class_weights=class_weights,
             head=head,
             ignore_index=ignore_index,
             gradient=gradient,
         )
-    _token_statistics_twin(logits, targets, out, head, bias, None, ignore_index, gradient)
+    _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index, gradient)
     return torch.ones_like(out.lse)
 
 
