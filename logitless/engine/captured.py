@@ -387,7 +387,11 @@ def capture(run: Callable[[], object], device: torch.device) -> tuple[Callable[[
             stream,
         )
     first, stream = _POOLS[place]
-    graph, results = _capture_on(stream, run, first.pool())
+    try:
+        graph, results = _capture_on(stream, run, first.pool())
+    except Exception:
+        del _POOLS[place]  # PyTorch may take no other capture into the pool
+        raise
     return graph.replay, results
 
 
