@@ -227,14 +227,15 @@ def lora_steps(
     ] = None,
     skip: Skip = None,
 ) -> None:
-    """Training steps with LoRA: full fine-tuning, PEFT with our other fused layers, our LoRA layers each by
-    itself and grouped by input; time, memory, and PEFT's losses and gradients."""
+    """Training steps with LoRA: full fine-tuning, PEFT with our other fused layers, PEFT with compiled
+    layers, axolotl's kernels, our LoRA layers each by itself and grouped by input; time, memory, and PEFT's
+    losses and gradients."""
     available = lora.available(quick, sizes or [])
     rows = lora.ROWS | (lora.MORE_ROWS if only else {})
     left_out = picked(rows, skip) if skip else []
     chosen = {name: rows[name] for name in picked(rows, only) if name not in left_out}
     target = chosen_device(device, quick)
-    versions = {name: package_version(name) for name in ("peft", "accelerate")}
+    versions = {name: package_version(name) for name in ("peft", "accelerate", "axolotl")}
     document = new_document("lora", target, quick=quick, versions=versions)
     path = out_path(out, document)
     lora.run(
