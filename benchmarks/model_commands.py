@@ -95,6 +95,10 @@ def whole_steps(
             "--budget", help="Also both our flags with this activation budget: 12GiB, or 50%; repeatable."
         ),
     ] = None,
+    lora_rows: Annotated[
+        bool,
+        typer.Option("--lora", help="Instead full fine-tuning and LoRA, stock and both (step-lora.json)."),
+    ] = False,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -104,9 +108,10 @@ def whole_steps(
     """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
     our loss, our layers, both."""
     available = steps.QUICK if quick else steps.MODELS
-    made = configurations(steps.CONFIGURATIONS, only, skip) | steps.budgeted(budgets or [])
+    known = steps.LORA if lora_rows else steps.CONFIGURATIONS
+    made = configurations(known, only, skip) | steps.budgeted(budgets or [])
     document = measure(
-        "step",
+        "step-lora" if lora_rows else "step",
         [(name, available[name]) for name in named(available, models)],
         made,
         Where(out, quick, device),

@@ -135,6 +135,24 @@ def test_command(command, tmp_path, monkeypatch, uncompiled):
         assert row.get("ms", 1) > 0
 
 
+def test_steps_with_lora(tmp_path):
+    """Each is compared with the stock trainer of its own adapter."""
+    pytest.importorskip("trl")
+    out = tmp_path / "step-lora.json"
+    options = ("--lora", "--checkpointing", "off", "--skip", "full", "--out", str(out))
+    result = invoke("step", "--quick", "--device", "cpu", *options)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["benchmark"] == "step-lora"
+    rows = {row["name"]: row for row in rows_of_document(written)}
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert row["verdict"] == "ok" and row["stock"] == name.removesuffix(", our loss + our layers")
+        assert row["grad_norm_difference"] < 1e-5  # PEFT's masks, on a CPU
+    plain, _, dropped, _ = rows.values()
+    assert plain["runs"][0]["grad_norms"] != dropped["runs"][0]["grad_norms"]
+
+
 def test_fsdp_command(tmp_path):
     """In a process of its own: its ranks are forked from one that has imported TRL."""
     pytest.importorskip("trl")
