@@ -77,6 +77,13 @@ MORE_ROWS = {
     "grouped, 4-bit base": Row("grouped", in_4_bits=True),
 }
 
+# Below a table that has the row
+NOTES = {
+    "PEFT, compiled layers": "Compiled layers: `torch.compile` of each decoder layer of the stock model.",
+    "axolotl": "axolotl: its kernels for LoRA layers and gates, our other fused layers; with dropout, the "
+    "projections of one input share a mask, and `down_proj` has none.",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -410,6 +417,8 @@ def for_page(document: dict, source: str) -> str:
         "on all linear layers: mean of whole steps in one process, without synchronization in between. "
         "Differences from PEFT's first step are relative; of gradients, the largest of an adapter."
     )
+    names = {row["name"] for section in document["sections"] for row in section["rows"]}
+    how = " ".join([how, *(note for name, note in NOTES.items() if name in names)])
     return f"{table(document, 'github')}\n\n{how}\n\n{source}"
 
 

@@ -321,7 +321,9 @@ def test_lora_layers_of_a_peer(scale, verdict, tmp_path, monkeypatch, uncompiled
     result = invoke("lora", "--quick", "--device", "cpu", *options, "--out", str(out))
     # A peer that is wrong does not fail the run.
     assert result.exit_code == 0, result.output
-    [section] = json.loads(out.read_text())["sections"]
+    written = json.loads(out.read_text())
+    assert lora.NOTES["axolotl"] in lora.for_page(written, "")
+    [section] = written["sections"]
     assert {row["name"]: row["verdict"] for row in section["rows"]} == {"PEFT": "ok", "axolotl": verdict}
     section["rows"][0]["verdict"] = "wrong"
     assert len(lora.failed({"sections": [section]})) == 1
