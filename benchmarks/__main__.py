@@ -81,6 +81,7 @@ ELSEWHERE = {
     "usecase": ("layers.md", usecase.for_page),
     "recipes": ("recipes.md", recipes.for_page),
     "lora": ("howto/lora.md", lora.for_page),
+    "step-lora": ("howto/lora.md", steps.for_page),
     "topk": ("several_ids.md", several_ids.for_page),
     "rounding": ("sampling.md", emulation.for_page),
     "small": ("howto/small-batches.md", small.for_page),

@@ -1,7 +1,8 @@
 """Training steps with LoRA on all linear layers, beside full fine-tuning of the same model.
 
 Every row has the loss without full logits (`patch_model`) and, unless its name says otherwise, the other
-fused layers; the rows differ in who computes the LoRA layers. A step is forward and backward pass under
+fused layers; the rows differ in who computes the LoRA layers. axolotl's kernels compute the gate of an MLP
+too. Compiled decoder layers are stock ones. A step is forward and backward pass under
 autocast, clipping, and fused AdamW of the trained parameters, as TRL and PEFT train; the base has random bf16
 weights, and the adapters are fp32 unless the name says otherwise. All rows of a run are measured in one
 process, one after the other, each with its own model. The first step's loss and gradients are compared with
@@ -21,6 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks import report
+from benchmarks.lora_peers import PEERS
 from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT, synchronize
 from benchmarks.peers import one_line
 from benchmarks.profile import busy, kernels_of
@@ -38,18 +40,29 @@ NORM_LIMIT = 0.2
 
 @dataclass(frozen=True)
 class Row:
-    """Who computes LoRA layers: "PEFT", or we, "each" by itself or "grouped" by input; None: no LoRA."""
+    """Who computes LoRA layers: "PEFT", a peer, or we, "each" by itself or "grouped"; None: no LoRA."""
 
     layers: str | None
     fused: bool = True  # the other layers
     base: torch.dtype = torch.bfloat16
     adapters: torch.dtype = torch.float32
     in_4_bits: bool = False  # the base's weights, as NF4 of bitsandbytes
+    compiled: bool = False  # the decoder layers
+
+    @property
+    def is_reference(self) -> bool:
+        return self.layers == "PEFT" and not self.compiled
+
+    @property
+    def is_peer(self) -> bool:
+        return self.layers not in (None, "PEFT", "each", "grouped") or self.compiled
 
 
 ROWS = {
     FULL: Row(None),
     PEFT: Row("PEFT"),
+    "PEFT, compiled layers": Row("PEFT", fused=False, compiled=True),
+    "axolotl": Row("axolotl"),
     "each by itself": Row("each"),
     "grouped": Row("grouped"),
 }
@@ -62,6 +75,13 @@ MORE_ROWS = {
     "grouped, fp32 base": Row("grouped", base=torch.float32),
     "PEFT, 4-bit base": Row("PEFT", in_4_bits=True),
     "grouped, 4-bit base": Row("grouped", in_4_bits=True),
+}
+
+# Below a table that has the row
+NOTES = {
+    "PEFT, compiled layers": "Compiled layers: `torch.compile` of each decoder layer of the stock model.",
+    "axolotl": "axolotl: its kernels for LoRA layers and gates, our other fused layers; with dropout, the "
+    "projections of one input share a mask, and `down_proj` has none.",
 }
 
 
@@ -88,7 +108,12 @@ def run(
     """Fill `document`, a section for each model, checkpointing and dropout, and write it after every row."""
     transformers.logging.set_verbosity_error()
     start = time.perf_counter()
-    document |= {"sections": [], "complete": False}
+    wanted = {row.layers for row in rows.values()} & {peer.name for peer in PEERS.peers}
+    peers, absent = PEERS.load(device, wanted) if wanted else ({}, {})
+    for name, reason in absent.items():
+        say(f"absent: {name}: {reason}")
+    rows = {name: row for name, row in rows.items() if row.layers not in absent}
+    document |= {"absent": absent, "sections": [], "complete": False}
     for name, model in models.items():
         longest = 0.0
         for is_checkpointed in checkpointing:
@@ -110,7 +135,7 @@ def run(
                         say(f"stopped before {title(section)}: {row_name}")
                         report.write_json(out, document)
                         return
-                    found = attempt(model, row, section, document["seed"], device, settings, reference)
+                    found = attempt(model, row, section, document["seed"], device, settings, reference, peers)
                     section["rows"].append({"name": row_name} | found)
                     longest = max(longest, time.perf_counter() - begin)
                     report.write_json(out, document)
@@ -127,20 +152,23 @@ def attempt(
     device: torch.device,
     settings: Settings,
     reference: dict,
+    peers: dict[str, Callable],
 ) -> dict:
     """Measure one row. `reference` has the first step of PEFT's row, by dtypes, and gets it from that row."""
     begin = time.perf_counter()
     try:
         with ungrouped() if row.layers == "each" else contextlib.nullcontext():
-            found, gradients = measure(model, row, section, seed, device, settings)
+            found, gradients = measure(model, row, section, seed, device, settings, peers)
     except torch.OutOfMemoryError:
         found, gradients = {"verdict": "out of memory"}, {}
     # The other rows must still be measured.
     except Exception as error:
         found, gradients = {"verdict": "failed", "reason": one_line(error)}, {}
+    if row.compiled:
+        torch.compiler.reset()
     release(device)
     kind = row.base, row.adapters, row.in_4_bits
-    if row.layers == "PEFT" and found["verdict"] == "ok":
+    if row.is_reference and found["verdict"] == "ok":
         reference[kind] = found, gradients
     elif row.layers is not None and found["verdict"] == "ok" and kind in reference:
         compare(found, gradients, *reference[kind], masked=section["dropout"] > 0)
@@ -148,10 +176,16 @@ def attempt(
 
 
 def measure(
-    shape: Model, row: Row, section: dict, seed: int, device: torch.device, settings: Settings
+    shape: Model,
+    row: Row,
+    section: dict,
+    seed: int,
+    device: torch.device,
+    settings: Settings,
+    peers: dict[str, Callable],
 ) -> tuple[dict, dict[str, Tensor]]:
     """Return the row's numbers, and the adapters' gradients of the first step on the CPU."""
-    model = build(shape, row, section, seed, device)
+    model = build(shape, row, section, seed, device, peers)
     generator = torch.Generator().manual_seed(seed)
     size = shape.sequences, shape.tokens
     ids = torch.randint(1, shape.sizes["vocab_size"], size, generator=generator).to(device)
@@ -205,7 +239,9 @@ def ungrouped() -> contextlib.AbstractContextManager:
     return mock.patch.object(lora, "_read_group", lambda x, layers: None)
 
 
-def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device) -> nn.Module:
+def build(
+    shape: Model, row: Row, section: dict, seed: int, device: torch.device, peers: dict[str, Callable]
+) -> nn.Module:
     torch.manual_seed(seed)
     config = getattr(transformers, shape.config)(**shape.sizes, pad_token_id=0, use_cache=False)
     with device:
@@ -216,15 +252,20 @@ def build(shape: Model, row: Row, section: dict, seed: int, device: torch.device
         quantize(model)
     if row.layers is not None:
         model = with_adapters(model, row, section, seed)
+    if row.layers in peers:
+        peers[row.layers](model)
     if section["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     if row.fused:
         fuse_layers(model)
-        if row.layers == "PEFT":
+        if row.layers not in ("each", "grouped"):
             for module in model.modules():
                 withdraw(module, lora.KEY)
     patch_model(model)
+    if row.compiled:
+        for layer in model.get_base_model().model.layers:
+            layer.compile()
     return model
 
 
@@ -376,16 +417,19 @@ def for_page(document: dict, source: str) -> str:
         "on all linear layers: mean of whole steps in one process, without synchronization in between. "
         "Differences from PEFT's first step are relative; of gradients, the largest of an adapter."
     )
+    names = {row["name"] for section in document["sections"] for row in section["rows"]}
+    how = " ".join([how, *(note for name, note in NOTES.items() if name in names)])
     return f"{table(document, 'github')}\n\n{how}\n\n{source}"
 
 
 def failed(document: dict) -> list[str]:
-    """Rows that are wrong or broke down."""
+    """Rows of ours and of PEFT that are wrong or broke down."""
+    peers = {name for name, row in (ROWS | MORE_ROWS).items() if row.is_peer}
     return [
         f"{title(section)}: {row['name']}: {row['verdict']} {row.get('reason') or ''}".strip()
         for section in document["sections"]
         for row in section["rows"]
-        if row["verdict"] in ("wrong", "failed")
+        if row["verdict"] in ("wrong", "failed") and row["name"] not in peers
     ]
 
 

@@ -95,6 +95,10 @@ def whole_steps(
             "--budget", help="Also both our flags with this activation budget: 12GiB, or 50%; repeatable."
         ),
     ] = None,
+    lora_rows: Annotated[
+        bool,
+        typer.Option("--lora", help="Instead full fine-tuning and LoRA, stock and both (step-lora.json)."),
+    ] = False,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -104,9 +108,10 @@ def whole_steps(
     """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
     our loss, our layers, both."""
     available = steps.QUICK if quick else steps.MODELS
-    made = configurations(steps.CONFIGURATIONS, only, skip) | steps.budgeted(budgets or [])
+    known = steps.LORA if lora_rows else steps.CONFIGURATIONS
+    made = configurations(known, only, skip) | steps.budgeted(budgets or [])
     document = measure(
-        "step",
+        "step-lora" if lora_rows else "step",
         [(name, available[name]) for name in named(available, models)],
         made,
         Where(out, quick, device),
@@ -227,14 +232,15 @@ def lora_steps(
     ] = None,
     skip: Skip = None,
 ) -> None:
-    """Training steps with LoRA: full fine-tuning, PEFT with our other fused layers, our LoRA layers each by
-    itself and grouped by input; time, memory, and PEFT's losses and gradients."""
+    """Training steps with LoRA: full fine-tuning, PEFT with our other fused layers, PEFT with compiled
+    layers, axolotl's kernels, our LoRA layers each by itself and grouped by input; time, memory, and PEFT's
+    losses and gradients."""
     available = lora.available(quick, sizes or [])
     rows = lora.ROWS | (lora.MORE_ROWS if only else {})
     left_out = picked(rows, skip) if skip else []
     chosen = {name: rows[name] for name in picked(rows, only) if name not in left_out}
     target = chosen_device(device, quick)
-    versions = {name: package_version(name) for name in ("peft", "accelerate")}
+    versions = {name: package_version(name) for name in ("peft", "accelerate", "axolotl")}
     document = new_document("lora", target, quick=quick, versions=versions)
     path = out_path(out, document)
     lora.run(

@@ -10,9 +10,8 @@ from dataclasses import replace
 from tabulate import tabulate
 
 from benchmarks import report, steps
-from benchmarks.steps import Configuration
+from benchmarks.steps import FLAGS
 
-FLAGS = Configuration(loss=True, layers="ours")
 RECIPES = {
     "both flags": FLAGS,
     "AdamW that is not fused": replace(FLAGS, options={"optim": "adamw_torch"}),

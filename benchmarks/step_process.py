@@ -117,9 +117,10 @@ def construct(
         give_ligers_layers(made)
     if configuration.fp8:
         to_fp8(made)
-    if configuration.adapter:
-        made = with_lora(made)
+    if configuration.adapter == "LoRA":
+        own = {"peft_config": lora_config(configuration)}
     if configuration.adapter == "LoRA+":
+        made = with_lora(made, configuration)
         own = {"optimizers": (lora_plus(made, options["learning_rate"], fused=on_gpu), None)}
     trainer = pair[1](
         model=made,
@@ -168,10 +169,16 @@ def to_fp8(model: nn.Module) -> None:
     convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head" not in name)
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+def lora_config(configuration: Configuration) -> Any:
+    from peft import LoraConfig
 
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=configuration.dropout, target_modules="all-linear")
+
+
+def with_lora(model: nn.Module, configuration: Configuration) -> nn.Module:
+    from peft import get_peft_model
+
+    return get_peft_model(model, lora_config(configuration))
 
 
 def lora_plus(model: nn.Module, learning_rate: float, *, fused: bool) -> torch.optim.Optimizer:

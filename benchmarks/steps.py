@@ -1,4 +1,5 @@
-"""Whole SFT steps of TRL: stock, with Liger's layers, with compiled layers, with our loss, our layers, both.
+"""Whole SFT steps of TRL: stock, with Liger's layers, with compiled layers, with our loss, our layers, both;
+with LoRA, stock and both.
 
 Each configuration runs in a process of its own, as Liger patches a process for good, and they take turns: a
 round runs each of them once. The weights are random, the same in all; a step is `Trainer`'s, optimizer
@@ -11,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -74,9 +75,15 @@ class Configuration:
     liger: bool = False  # TRL's use_liger_kernel, which is Liger's layers and its loss
     options: dict = field(default_factory=dict)  # of SFTConfig
     adapter: str | None = None  # "LoRA" or "LoRA+", which has an optimizer of its own
+    dropout: float = 0.0  # of the adapter
     fp8: bool = False  # products by torchao
     uneven: bool = False  # sequences from an eighth to all of the tokens
     budget: str | None = None  # activation_budget; "50%": of what lies between all layers full and all kept
+
+    @property
+    def stock(self) -> "Configuration":
+        """What TRL alone computes of it, with which it is compared."""
+        return replace(self, loss=False, layers=None, liger=False, budget=None)
 
     @property
     def packages(self) -> list[str]:
@@ -97,6 +104,17 @@ CONFIGURATIONS = {
     "our loss + our layers": Configuration(loss=True, layers="ours"),
     "our loss + Liger's layers": Configuration(loss=True, layers="liger"),
     "our loss + compiled layers": Configuration(loss=True, layers="compiled"),
+}
+
+FLAGS = Configuration(loss=True, layers="ours")
+# Beside full fine-tuning of the same model
+LORA = {
+    "full fine-tuning": Configuration(),
+    "full fine-tuning, our loss + our layers": FLAGS,
+    "LoRA": Configuration(adapter="LoRA"),
+    "LoRA, our loss + our layers": replace(FLAGS, adapter="LoRA"),
+    "LoRA, dropout 0.05": Configuration(adapter="LoRA", dropout=0.05),
+    "LoRA, dropout 0.05, our loss + our layers": replace(FLAGS, adapter="LoRA", dropout=0.05),
 }
 
 
@@ -155,7 +173,7 @@ def run(
         {
             "model": name,
             "checkpointing": each.checkpointing,
-            "rows": [{"name": made, "runs": []} for made in present],
+            "rows": [{"name": made, "stock": stock_of(made, present), "runs": []} for made in present],
         }
         | {"sequences": model.sequences, "tokens": model.tokens}
         for name, model in models
@@ -176,6 +194,12 @@ def run(
                 say(f"round {turn + 1}, {title(section)}: {row['name']} {describe(row)}")
     document["complete"] = True
     report.write_json(out, document)
+
+
+def stock_of(name: str, configurations: dict[str, Configuration]) -> str | None:
+    """The name of the configuration with which one is compared, if it is among them."""
+    stock = configurations[name].stock
+    return next((other for other, made in configurations.items() if made == stock), None)
 
 
 def one_run(model: Model, configuration: Configuration, settings: Settings, seconds: float) -> dict:
@@ -222,9 +246,9 @@ def judge(section: dict) -> None:
             continue
         row["ms"] = statistics.median(each["ms"] for each in runs)
         row["peak_bytes"] = max((each["peak_bytes"] for each in runs if each["peak_bytes"]), default=None)
-        if not good.get("stock"):
+        if not good.get(row["stock"]):
             continue
-        stock = good["stock"][0]
+        stock = good[row["stock"]][0]
         row["loss_difference"] = furthest(stock["losses"], runs[0]["losses"])
         row["grad_norm_difference"] = furthest(stock["grad_norms"], runs[0]["grad_norms"])
         near = row["loss_difference"] <= LOSS_LIMIT and row["grad_norm_difference"] <= GRADIENT_LIMIT
@@ -293,10 +317,10 @@ def measured_how(document: dict) -> str:
 
 
 def failed(document: dict) -> list[str]:
-    """Configurations of ours that are wrong or broke down, and the stock one, without which nothing shows."""
+    """Configurations of ours that are wrong or broke down, and stock ones, without which nothing shows."""
     return [
         f"{title(section)}: {row['name']}: {row['verdict']} {row.get('reason') or ''}".strip()
         for section in document["sections"]
         for row in section["rows"]
-        if row.get("verdict") in ("wrong", "failed") and (row["name"] == "stock" or "our" in row["name"])
+        if row.get("verdict") in ("wrong", "failed") and (row["name"] == row["stock"] or "our" in row["name"])
     ]

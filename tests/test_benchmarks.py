@@ -22,6 +22,7 @@ from benchmarks import (
     fsdp,
     layer_tiles,
     layers,
+    lora,
     measure,
     medusa,
     objective,
@@ -45,6 +46,7 @@ from benchmarks.distillation_peers import eager_loss as eager_jsd
 from benchmarks.layer_operators import Maker, operators
 from benchmarks.medusa import MEDUSA
 from benchmarks.medusa_peers import eager_loss as eager_medusa
+from benchmarks.peers import Peer, Peers
 from benchmarks.policy import POLICY
 from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
@@ -131,6 +133,24 @@ def test_command(command, tmp_path, monkeypatch, uncompiled):
         if command not in WITHOUT_VERDICT:
             assert row["verdict"] == "ok" and row.get("right", True), row
         assert row.get("ms", 1) > 0
+
+
+def test_steps_with_lora(tmp_path):
+    """Each is compared with the stock trainer of its own adapter."""
+    pytest.importorskip("trl")
+    out = tmp_path / "step-lora.json"
+    options = ("--lora", "--checkpointing", "off", "--skip", "full", "--out", str(out))
+    result = invoke("step", "--quick", "--device", "cpu", *options)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["benchmark"] == "step-lora"
+    rows = {row["name"]: row for row in rows_of_document(written)}
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert row["verdict"] == "ok" and row["stock"] == name.removesuffix(", our loss + our layers")
+        assert row["grad_norm_difference"] < 1e-5  # PEFT's masks, on a CPU
+    plain, _, dropped, _ = rows.values()
+    assert plain["runs"][0]["grad_norms"] != dropped["runs"][0]["grad_norms"]
 
 
 def test_fsdp_command(tmp_path):
@@ -284,6 +304,37 @@ def test_a_trainer_that_learns_something_else_fails_the_run(command, change, mon
     assert result.exit_code == 1, result.output
     failed = result.output.partition("not right: ")[2]
     assert change.get("verdict", "wrong") in failed and "stock" not in failed
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "ok"), (1.5, "wrong")])
+def test_lora_layers_of_a_peer(scale, verdict, tmp_path, monkeypatch, uncompiled):
+    pytest.importorskip("peft")
+
+    def apply(model):
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.scaling["default"] *= scale
+
+    monkeypatch.setattr(lora, "PEERS", Peers([Peer("axolotl", lambda: apply)]))
+    out = tmp_path / "lora.json"
+    options = ("--checkpointing", "off", "--dropout", "0", "--only", "PEFT", "--only", "axolotl")
+    result = invoke("lora", "--quick", "--device", "cpu", *options, "--out", str(out))
+    # A peer that is wrong does not fail the run.
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert lora.NOTES["axolotl"] in lora.for_page(written, "")
+    [section] = written["sections"]
+    assert {row["name"]: row["verdict"] for row in section["rows"]} == {"PEFT": "ok", "axolotl": verdict}
+    section["rows"][0]["verdict"] = "wrong"
+    assert len(lora.failed({"sections": [section]})) == 1
+
+
+def test_a_peer_of_lora_that_is_absent(tmp_path):
+    pytest.importorskip("peft")
+    out = tmp_path / "lora.json"
+    result = invoke("lora", "--quick", "--device", "cpu", "--only", "axolotl", "--out", str(out))
+    assert result.exit_code == 0 and "absent: axolotl: needs CUDA" in result.output
+    assert "axolotl" in json.loads(out.read_text())["absent"]
 
 
 def test_gradients_of_zero_are_wrong(monkeypatch):

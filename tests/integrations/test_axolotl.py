@@ -17,6 +17,8 @@ from axolotl.logging_config import AxolotlOrWarnErrorFilter  # noqa: E402
 from axolotl.utils.dict import DictDefault  # noqa: E402
 from pydantic import BaseModel, ConfigDict, ValidationError  # noqa: E402
 
+from benchmarks import lora, lora_peers, steps  # noqa: E402
+from benchmarks.peers import Peer, Peers  # noqa: E402
 from logitless.exchange import state_of  # noqa: E402
 from logitless.integrations.axolotl import (  # noqa: E402
     INCOMPATIBLE_KEYS,
@@ -183,3 +185,45 @@ def test_names_and_parameters():
     args = "".join(x.read_text() for x in (FOLDER / "integrations").glob("*/args.py"))
     for key in (*INCOMPATIBLE_KEYS, *LIGER_LAYER_KEYS, "context_parallel_size", "sequence_parallel_degree"):
         assert key in schema + args, f"{key} moved: expected it among the keys of axolotl"
+
+
+def activation(gate, up):
+    return torch.nn.functional.silu(gate) * up
+
+
+def activation_backward(d_out, gate, up):
+    with torch.enable_grad():
+        gate, up = (x.detach().requires_grad_() for x in (gate, up))
+        out = activation(gate, up)
+    return out.detach(), *torch.autograd.grad(out, (gate, up), d_out)
+
+
+def test_its_lora_kernels_in_the_benchmark(monkeypatch):
+    """`python -m benchmarks lora` has them compute all projections, with PEFT's gradients."""
+    pytest.importorskip("peft")
+
+    def load():
+        apply = lora_peers.load_axolotl()
+        # Its Triton kernels need a GPU.
+        kernels = activation, activation_backward
+        monkeypatch.setattr("axolotl.kernels.lora._activation_kernels", lambda kind: kernels)
+
+        def apply_alone(model):
+            apply(model)
+            for module in model.modules():
+                if hasattr(module, "lora_A"):
+                    module.forward = None  # PEFT's own, which nothing may call
+
+        return apply_alone
+
+    monkeypatch.setattr(lora, "PEERS", Peers([Peer("axolotl", load)]))
+    document = {"seed": 0}
+    rows = {name: lora.ROWS[name] for name in (lora.PEFT, "axolotl")}
+    settings = lora.Settings(rank=16, seconds=0.0, minutes=60.0, profiled=False)
+    what = {"checkpointing": (True, False), "dropouts": (0.0, 0.05), "settings": settings}
+    lora.run(document, torch.device("cpu"), steps.QUICK, rows, **what, out=None, say=print)
+    assert len(document["sections"]) == 4
+    for section in document["sections"]:
+        peft, axolotl = section["rows"]
+        assert peft["verdict"] == axolotl["verdict"] == "ok", axolotl
+        assert 0 < axolotl["loss_difference"] < 1e-2
