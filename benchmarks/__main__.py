@@ -38,10 +38,9 @@ from benchmarks import tensor_parallel as shards
 from benchmarks import topk as several_ids
 from benchmarks.ce import CE, CE_PORTABLE
 from benchmarks.distillation import DISTILLATION
-from benchmarks.measure import DeviceLost
-from benchmarks.medusa import MEDUSA
-from benchmarks.objective import Objective, Shape
-from benchmarks.options import (
+from benchmarks.harness.measure import DeviceLost
+from benchmarks.harness.objective import Objective, Shape
+from benchmarks.harness.options import (
     Device,
     Only,
     Out,
@@ -55,11 +54,12 @@ from benchmarks.options import (
     portable_kernels,
     speaker,
 )
+from benchmarks.harness.registry import package_version
+from benchmarks.harness.report import RESULTS, every, new_document, newest, origin, rewrite, write_json
+from benchmarks.medusa import MEDUSA
 from benchmarks.own_rows import HOST_CALLS, ROWS
-from benchmarks.peers import package_version
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
-from benchmarks.report import RESULTS, every, new_document, newest, origin, write_json
 from benchmarks.speculators import SPECULATORS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
@@ -626,7 +626,7 @@ def plot(
         tables[page, "proof-origin"] = origin(proof, *proofs)
     for (page, name), body in tables.items():
         try:
-            pages.rewrite(page, name, body)
+            rewrite(page, name, body)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         typer.echo(f"{page}: table {name}")

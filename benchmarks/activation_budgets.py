@@ -13,8 +13,9 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks import report
-from benchmarks.measure import synchronize
+from benchmarks.harness import report
+from benchmarks.harness.measure import synchronize
+from benchmarks.harness.styles import LIMIT, STYLES
 from logitless.models import fit_activations, fuse_layers
 
 # Eighths of what lies between all layers full and all kept.
@@ -142,8 +143,6 @@ def failed(document: dict) -> list[str]:
 def draw(document: dict, path: Path) -> None:
     """Two panels against the budget: bytes held, and time of a step."""
     from matplotlib.figure import Figure
-
-    from benchmarks.picture import LIMIT, STYLES
 
     mib = 2**20
     rows = [row for row in document["rows"] if "budget" in row]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.ce_peers import FP32_LOGITS, PEERS, PORTABLE
-from benchmarks.measure import Truth, exact_products
-from benchmarks.objective import Goal, Objective, Problem
-from benchmarks.yardstick import yardstick
+from benchmarks.harness.measure import Truth, exact_products
+from benchmarks.harness.objective import Goal, Objective, Problem
+from benchmarks.harness.yardstick import yardstick
 
 IGNORE = -100
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.peers import Absent, Peers
+from benchmarks.harness.registry import Absent, Peers
 
 PEERS = Peers()
 

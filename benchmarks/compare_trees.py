@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from benchmarks.report import gib, text, write_json
+from benchmarks.harness.report import gib, text, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("before", "after")

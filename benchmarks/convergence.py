@@ -23,10 +23,10 @@ import torch
 from benchmarks import curves, gradient_errors, proof_data, proof_tables
 from benchmarks.curves import EAGER, VARIANTS, Trainer, key
 from benchmarks.gradient_errors import CE, DEFAULT, OBJECTIVES, Head, measure
-from benchmarks.options import picked
-from benchmarks.peers import one_line, package_version
-from benchmarks.report import write_json
-from benchmarks.timing import release
+from benchmarks.harness.options import picked
+from benchmarks.harness.registry import one_line, package_version
+from benchmarks.harness.report import write_json
+from benchmarks.harness.timing import release
 
 PARTS = ("gradients", "shadow", "curves", "outcomes")
 # A run of fp32 operands must agree to this, relative to the norm of the gradient; so must a planted fault be

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import logitless
 from benchmarks import simulated_hopper
-from benchmarks.report import RESULTS
+from benchmarks.harness.report import RESULTS
 from benchmarks.simulated_hopper import REPLAY
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.distillation_peers import PEERS
-from benchmarks.measure import Truth, exact_products
-from benchmarks.objective import Goal, Objective, Problem
-from benchmarks.yardstick import yardstick
+from benchmarks.harness.measure import Truth, exact_products
+from benchmarks.harness.objective import Goal, Objective, Problem
+from benchmarks.harness.yardstick import yardstick
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peers
+from benchmarks.harness.registry import Peers
 
 PEERS = Peers()
 

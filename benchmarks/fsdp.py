@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks import forked, report
-from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
+from benchmarks.harness import forked, report
+from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT
 from benchmarks.steps import CONFIGURATIONS as EVERY
 from benchmarks.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings, missing
 from benchmarks.trainers import furthest

@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PrinterCallback
 
-from benchmarks.forked import detach
 from benchmarks.fsdp import Job
-from benchmarks.peers import one_line
+from benchmarks.harness.forked import detach
+from benchmarks.harness.registry import one_line
 from benchmarks.step_process import causal_lm, give_ligers_layers
 from benchmarks.trainer_steps import Watch, pair, preferences, quiet, tokenizer
 

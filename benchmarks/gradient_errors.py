@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import ce_peers, policy_peers, preference_peers
-from benchmarks.peers import Peers, one_line
+from benchmarks.harness.registry import Peers, one_line
 from benchmarks.policy_peers import grpo
 from benchmarks.preference_peers import dpo
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.harness.registry import Peers
 from benchmarks.layer_operators import BF16, EPS, FP32, Operator
-from benchmarks.peers import Peers
 
 LAYERS = Peers()
 # An operator -> what computes it, or None.

@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from benchmarks.harness.report import GIB
+from benchmarks.harness.styles import NOTE, STYLES
 from benchmarks.layer_operators import ROWS
 from benchmarks.layers import DIRECTIONS, OURS
-from benchmarks.picture import NOTE, STYLES
-from benchmarks.report import GIB
 
 WIDTH = 4096
 COLORS = {

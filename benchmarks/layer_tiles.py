@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.harness.registry import one_line
 from benchmarks.layer_operators import Operator
 from benchmarks.layers import backward_us, copy_us, forward_us
-from benchmarks.peers import one_line
 
 
 def sweep(operator: Operator, device: torch.device, deadline: float, say: Callable[[str], None]) -> None:

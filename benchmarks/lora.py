@@ -20,12 +20,12 @@ import transformers
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks import report
-from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT, synchronize
-from benchmarks.peers import one_line
-from benchmarks.profile import busy, kernels_of
+from benchmarks.harness import report
+from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT, synchronize
+from benchmarks.harness.profiler import busy, kernels_of
+from benchmarks.harness.registry import one_line
+from benchmarks.harness.timing import release
 from benchmarks.steps import MODELS, QUICK, Model
-from benchmarks.timing import release
 from logitless.exchange import withdraw
 from logitless.layers import lora
 from logitless.models import fuse_layers, patch_model

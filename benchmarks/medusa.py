@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import report
-from benchmarks.measure import (
+from benchmarks.harness import report
+from benchmarks.harness.measure import (
     Truth,
     backward_case,
     check,
@@ -29,11 +29,11 @@ from benchmarks.measure import (
     poison,
     sound,
 )
+from benchmarks.harness.objective import Goal, Objective, Problem
+from benchmarks.harness.timing import Case, interleave, release, spread
+from benchmarks.harness.yardstick import Yardstick
 from benchmarks.medusa_peers import PEERS, terms
-from benchmarks.objective import Goal, Objective, Problem
 from benchmarks.preference import one_gemm
-from benchmarks.timing import Case, interleave, release, spread
-from benchmarks.yardstick import Yardstick
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from benchmarks.ce_peers import eager_loss as full_cross_entropy
-from benchmarks.peers import Peers
+from benchmarks.harness.registry import Peers
 
 PEERS = Peers()
 

@@ -9,10 +9,7 @@ import torch
 import typer
 
 from benchmarks import activation_budgets, fsdp, layer_tiles, layers, lora, recipes, steps, trainers, usecase
-from benchmarks.layer_operators import Maker
-from benchmarks.layer_operators import operators as all_operators
-from benchmarks.layer_peers import LAYERS
-from benchmarks.options import (
+from benchmarks.harness.options import (
     Device,
     Only,
     Out,
@@ -24,8 +21,11 @@ from benchmarks.options import (
     picked,
     speaker,
 )
-from benchmarks.peers import package_version
-from benchmarks.report import new_document
+from benchmarks.harness.registry import package_version
+from benchmarks.harness.report import new_document
+from benchmarks.layer_operators import Maker
+from benchmarks.layer_operators import operators as all_operators
+from benchmarks.layer_peers import LAYERS
 
 app = typer.Typer()
 

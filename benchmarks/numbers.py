@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.report import RESULTS
+from benchmarks.harness.report import RESULTS
 
 ROOT = RESULTS.parents[1]
 LEFT_OUT = re.compile(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks import shadow_heads, sums
 from benchmarks.curves import interval
-from benchmarks.peers import one_line
+from benchmarks.harness.registry import one_line
 from benchmarks.shadow import KINDS, Kind, World, construct, with_prompts
 from benchmarks.trainer_steps import quiet
 from logitless import MedusaHeads

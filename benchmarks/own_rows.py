@@ -25,11 +25,11 @@ from torch import Tensor
 
 import logitless
 from benchmarks import ce, distillation, medusa, policy, preference, tensor_parallel, topk
-from benchmarks.measure import loss_of, synchronize
-from benchmarks.peers import one_line
+from benchmarks.harness.measure import loss_of, synchronize
+from benchmarks.harness.registry import one_line
+from benchmarks.harness.report import device_name, write_json
+from benchmarks.harness.timing import peak_bytes, release, time_ms
 from benchmarks.policy_peers import EPSILON, OPTIONS
-from benchmarks.report import device_name, write_json
-from benchmarks.timing import peak_bytes, release, time_ms
 from logitless import (
     CrossEntropyLoss,
     DistillationLoss,

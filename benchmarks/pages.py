@@ -1,25 +1,11 @@
 """Tables in Markdown pages, written from the newest results between their markers."""
 
 import re
-from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.measure import LOSS_LIMIT
-from benchmarks.report import GIB, sizes
-
-
-def rewrite(page: Path, name: str, body: str, *, kind: str = "benchmarks") -> None:
-    """Replaces what stands between `<!-- KIND:NAME -->` and `<!-- /KIND:NAME -->`."""
-    first, last = f"<!-- {kind}:{name} -->", f"<!-- /{kind}:{name} -->"
-    text = page.read_text() if page.is_file() else ""
-    if not re.search(f"{re.escape(first)}.*{re.escape(last)}", text, re.DOTALL):
-        raise ValueError(
-            f"page: expected {page} to hold the lines {first} and {last}; add them where the table goes."
-        )
-    head, _, rest = text.partition(first)
-    _, _, tail = rest.partition(last)
-    page.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
+from benchmarks.harness.measure import LOSS_LIMIT
+from benchmarks.harness.report import GIB, sizes
 
 
 def table(document: dict, source: str) -> str:

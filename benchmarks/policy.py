@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ce
-from benchmarks.objective import Goal, Objective, Problem
+from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.policy_peers import PEERS, grpo
 from benchmarks.preference import one_gemm, token_numbers, truth
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peers
+from benchmarks.harness.registry import Peers
 from benchmarks.preference_peers import full_logps, trl_logps
 
 PEERS = Peers()

@@ -12,12 +12,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import report
-from benchmarks.measure import Truth, exact_products
-from benchmarks.objective import Goal, Objective, Problem
+from benchmarks.harness import report
+from benchmarks.harness.measure import Truth, exact_products
+from benchmarks.harness.objective import Goal, Objective, Problem
+from benchmarks.harness.timing import Case
+from benchmarks.harness.yardstick import Yardstick, yardstick
 from benchmarks.preference_peers import PEERS, dpo, orpo
-from benchmarks.timing import Case
-from benchmarks.yardstick import Yardstick, yardstick
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.peers import Peers
+from benchmarks.harness.registry import Peers
 
 PEERS = Peers()
 

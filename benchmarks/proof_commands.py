@@ -8,7 +8,7 @@ import typer
 
 from benchmarks import convergence, proof_data
 from benchmarks.convergence import PARTS, Proof, Settings
-from benchmarks.options import (
+from benchmarks.harness.options import (
     Device,
     Only,
     Out,
@@ -21,8 +21,8 @@ from benchmarks.options import (
     portable_kernels,
     speaker,
 )
-from benchmarks.peers import package_version
-from benchmarks.report import new_document
+from benchmarks.harness.registry import package_version
+from benchmarks.harness.report import new_document
 
 app = typer.Typer()
 Data = Annotated[Path, typer.Option(help="Where `convergence-data` has written its files.")]

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.curves import EAGER, VARIANTS
 from benchmarks.gradient_errors import BINS
-from benchmarks.picture import STYLES
+from benchmarks.harness.styles import STYLES
 from benchmarks.proof_tables import DETAILED, section_of
 
 # Colours of the other pictures

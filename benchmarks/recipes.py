@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from benchmarks import report, steps
+from benchmarks import steps
+from benchmarks.harness import report
 from benchmarks.steps import Configuration
 
 FLAGS = Configuration(loss=True, layers="ours")

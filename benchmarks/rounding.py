@@ -11,7 +11,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.report import write_json
+from benchmarks.harness.report import write_json
 
 # The head, and how many tokens are sampled from it.
 H, V, TOKENS, KEPT = 1024, 32768, 64, 20

@@ -10,10 +10,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.measure import exact_products, poison, relative_l2, synchronize
-from benchmarks.report import gib, text, write_json
-from benchmarks.timing import Case, interleave, peak_bytes, release, spread
-from benchmarks.yardstick import chunked_gemms
+from benchmarks.harness.measure import exact_products, poison, relative_l2, synchronize
+from benchmarks.harness.report import gib, text, write_json
+from benchmarks.harness.timing import Case, interleave, peak_bytes, release, spread
+from benchmarks.harness.yardstick import chunked_gemms
 from logitless import GRPOLoss, SamplingMask
 
 CHUNK, TRUTH_CHUNK = 4096, 512

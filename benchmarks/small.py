@@ -16,10 +16,10 @@ from tabulate import tabulate
 from benchmarks import ce, distillation, policy, preference
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
-from benchmarks.objective import Objective, Shape
+from benchmarks.harness.objective import Objective, Shape
+from benchmarks.harness.report import write_json
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
-from benchmarks.report import write_json
 from logitless.engine import captured
 
 OURS, UNCAPTURED = "logitless", "logitless, without CUDA graphs"

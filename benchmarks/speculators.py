@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Truth, exact_products
-from benchmarks.objective import Goal, Objective, Problem
+from benchmarks.harness.measure import Truth, exact_products
+from benchmarks.harness.objective import Goal, Objective, Problem
+from benchmarks.harness.timing import Case
+from benchmarks.harness.yardstick import Yardstick, yardstick
 from benchmarks.speculators_peers import PEERS, pairs
-from benchmarks.timing import Case
-from benchmarks.yardstick import Yardstick, yardstick
 
 
 @dataclass(frozen=True)

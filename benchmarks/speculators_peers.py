@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peers
+from benchmarks.harness.registry import Peers
 
 PEERS = Peers()
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
 import logitless.trl_integration as our_trainers
-from benchmarks.measure import synchronize
-from benchmarks.peers import one_line
+from benchmarks.harness.measure import synchronize
+from benchmarks.harness.registry import one_line
 from benchmarks.steps import Configuration, Model, Settings
 from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
 from logitless.activations.table import activation_table

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import forked, report
-from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
-from benchmarks.peers import package_version
+from benchmarks.harness import forked, report
+from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT
+from benchmarks.harness.registry import package_version
 from benchmarks.trainers import furthest
 
 PRELOADED = ["benchmarks.step_process", "logitless.trl_integration.pairs"]

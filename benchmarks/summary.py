@@ -3,7 +3,7 @@
 from tabulate import tabulate
 
 from benchmarks import pages
-from benchmarks.report import GIB, sizes
+from benchmarks.harness.report import GIB, sizes
 
 # (benchmark, which of its shapes, what it measures, the matrix products that it needs at least, those that
 # its yardstick has). The products are the logits and two gradients, and the logits of a reference or teacher.

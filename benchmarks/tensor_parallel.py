@@ -21,14 +21,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 from benchmarks import ce, distillation, policy, preference
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
-from benchmarks.measure import Truth, check, clear, memory
-from benchmarks.objective import Objective, Problem
-from benchmarks.peers import Peers
+from benchmarks.harness.measure import Truth, check, clear, memory
+from benchmarks.harness.objective import Objective, Problem
+from benchmarks.harness.registry import Peers
+from benchmarks.harness.report import gib, sizes, text
+from benchmarks.harness.timing import REST, release, spread, time_ms
 from benchmarks.policy import POLICY
 from benchmarks.policy_peers import EPSILON, OPTIONS
 from benchmarks.preference import PREFERENCE
-from benchmarks.report import gib, sizes, text
-from benchmarks.timing import REST, release, spread, time_ms
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss
 
 ROUNDS = 14

@@ -26,9 +26,9 @@ from transformers import (
 )
 
 import logitless.trl_integration as our_trainers
-from benchmarks.measure import synchronize
-from benchmarks.peers import one_line
-from benchmarks.timing import release, spread
+from benchmarks.harness.measure import synchronize
+from benchmarks.harness.registry import one_line
+from benchmarks.harness.timing import release, spread
 from benchmarks.trainers import TRAINERS, WARM, Case, Scale
 
 # Completions of one prompt in GRPO, TRL's default.

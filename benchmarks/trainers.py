@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from benchmarks import forked, report
-from benchmarks.measure import GRADIENT_LIMIT
-from benchmarks.peers import Peer, Peers
-from benchmarks.timing import spread
+from benchmarks.harness import forked, report
+from benchmarks.harness.measure import GRADIENT_LIMIT
+from benchmarks.harness.registry import Peer, Peers
+from benchmarks.harness.timing import spread
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from benchmarks import report, steps
+from benchmarks import steps
+from benchmarks.harness import report
 from benchmarks.steps import LLAMA, SMALL, Configuration, Model
 
 TOKENS = 512

@@ -22,26 +22,23 @@ from benchmarks import (
     fsdp,
     layer_tiles,
     layers,
-    measure,
     medusa,
-    objective,
     own_rows,
     policy,
     preference,
     proof_tables,
-    report,
     speculators,
     steps,
     tensor_parallel,
     topk,
     trainer_steps,
-    yardstick,
 )
 from benchmarks.__main__ import app
 from benchmarks.ce import CE
 from benchmarks.ce_peers import eager_loss
 from benchmarks.distillation import DISTILLATION
 from benchmarks.distillation_peers import eager_loss as eager_jsd
+from benchmarks.harness import measure, objective, report, yardstick
 from benchmarks.layer_operators import Maker, operators
 from benchmarks.medusa import MEDUSA
 from benchmarks.medusa_peers import eager_loss as eager_medusa

@@ -11,9 +11,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.peers import one_line
-from benchmarks.timing import Case, interleave, peak_bytes, release, spread
-from benchmarks.yardstick import Yardstick
+from benchmarks.harness.registry import one_line
+from benchmarks.harness.timing import Case, interleave, peak_bytes, release, spread
+from benchmarks.harness.yardstick import Yardstick
 from logitless.engine import captured
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY

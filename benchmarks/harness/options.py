@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import typer
 
-from benchmarks.report import RESULTS
+from benchmarks.harness.report import RESULTS
 from logitless import kernels
 
 Out = Annotated[

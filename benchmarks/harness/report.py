@@ -1,4 +1,4 @@
-"""What a run leaves behind: the JSON document, and its tables for the terminal."""
+"""What a run leaves behind: the JSON document, its table for the terminal, and its place in a page."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.peers import package_version
+from benchmarks.harness.registry import package_version
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 GIB = 2**30
 # A list of numbers over several lines
 NUMBERS = re.compile(r"\[\n[-+.,\s\deE]*\]")
@@ -113,6 +113,19 @@ def origin(document: dict, *runs: tuple[Path, dict]) -> str:
         lines.append(f"* Left out for lack of time: {'; '.join(left_out)}.")
     lines += [f"* `benchmarks/results/{path.name}`: `{run['command']}`" for path, run in runs]
     return folded("Versions and commands", "\n".join(lines))
+
+
+def rewrite(page: Path, name: str, body: str, *, kind: str = "benchmarks") -> None:
+    """Replaces what stands between `<!-- KIND:NAME -->` and `<!-- /KIND:NAME -->`."""
+    first, last = f"<!-- {kind}:{name} -->", f"<!-- /{kind}:{name} -->"
+    text = page.read_text() if page.is_file() else ""
+    if not re.search(f"{re.escape(first)}.*{re.escape(last)}", text, re.DOTALL):
+        raise ValueError(
+            f"page: expected {page} to hold the lines {first} and {last}; add them where the table goes."
+        )
+    head, _, rest = text.partition(first)
+    _, _, tail = rest.partition(last)
+    page.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
 
 
 def folded(title: str, body: str) -> str:

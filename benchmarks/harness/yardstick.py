@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Case
+from benchmarks.harness.timing import Case
 
 # The largest buffer of logits the yardstick may hold. It admits N = 16,384 at V = 151,936 (5 GB) and leaves
 # the rest of the card to what is measured beside it.

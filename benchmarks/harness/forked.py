@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
-from benchmarks.peers import package_version
+from benchmarks.harness.registry import package_version
 
 
 def server(preloaded: list[str]) -> BaseContext:

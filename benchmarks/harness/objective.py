@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Truth, measure
-from benchmarks.peers import Peers
-from benchmarks.report import lines, write_json
-from benchmarks.yardstick import Yardstick
+from benchmarks.harness.measure import Truth, measure
+from benchmarks.harness.registry import Peers
+from benchmarks.harness.report import lines, write_json
+from benchmarks.harness.yardstick import Yardstick
 
 
 class Shape(Protocol):
