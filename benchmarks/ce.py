@@ -7,10 +7,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from benchmarks.ce_peers import FP32_LOGITS, PEERS, PORTABLE
 from benchmarks.harness.measure import Truth, exact_products
 from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.harness.yardstick import yardstick
+from benchmarks.peers.ce import FP32_LOGITS, PEERS, PORTABLE
 
 IGNORE = -100
 

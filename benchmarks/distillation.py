@@ -9,10 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from benchmarks.distillation_peers import PEERS
 from benchmarks.harness.measure import Truth, exact_products
 from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.harness.yardstick import yardstick
+from benchmarks.peers.distillation import PEERS
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import ce_peers, policy_peers, preference_peers
 from benchmarks.harness.registry import Peers, one_line
-from benchmarks.policy_peers import grpo
-from benchmarks.preference_peers import dpo
+from benchmarks.peers import ce as ce_peers
+from benchmarks.peers import policy as policy_peers
+from benchmarks.peers import preference as preference_peers
+from benchmarks.peers.policy import grpo
+from benchmarks.peers.preference import dpo
 
 FLOOR = "the truth, rounded"
 # Edges of the histogram of the rows' relative errors: 10^-5 to 10^1.

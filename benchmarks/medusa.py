@@ -32,7 +32,7 @@ from benchmarks.harness.measure import (
 from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.harness.timing import Case, interleave, release, spread
 from benchmarks.harness.yardstick import Yardstick
-from benchmarks.medusa_peers import PEERS, terms
+from benchmarks.peers.medusa import PEERS, terms
 from benchmarks.preference import one_gemm
 
 

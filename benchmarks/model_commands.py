@@ -25,7 +25,7 @@ from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import new_document
 from benchmarks.layer_operators import Maker
 from benchmarks.layer_operators import operators as all_operators
-from benchmarks.layer_peers import LAYERS
+from benchmarks.peers.layers import LAYERS
 
 app = typer.Typer()
 

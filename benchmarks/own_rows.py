@@ -29,7 +29,7 @@ from benchmarks.harness.measure import loss_of, synchronize
 from benchmarks.harness.registry import one_line
 from benchmarks.harness.report import device_name, write_json
 from benchmarks.harness.timing import peak_bytes, release, time_ms
-from benchmarks.policy_peers import EPSILON, OPTIONS
+from benchmarks.peers.policy import EPSILON, OPTIONS
 from logitless import (
     CrossEntropyLoss,
     DistillationLoss,

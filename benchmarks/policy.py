@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks import ce
 from benchmarks.harness.objective import Goal, Objective, Problem
-from benchmarks.policy_peers import PEERS, grpo
+from benchmarks.peers.policy import PEERS, grpo
 from benchmarks.preference import one_gemm, token_numbers, truth
 
 

@@ -17,7 +17,7 @@ from benchmarks.harness.measure import Truth, exact_products
 from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.harness.timing import Case
 from benchmarks.harness.yardstick import Yardstick, yardstick
-from benchmarks.preference_peers import PEERS, dpo, orpo
+from benchmarks.peers.preference import PEERS, dpo, orpo
 
 
 @dataclass(frozen=True)

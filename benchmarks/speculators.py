@@ -12,7 +12,7 @@ from benchmarks.harness.measure import Truth, exact_products
 from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.harness.timing import Case
 from benchmarks.harness.yardstick import Yardstick, yardstick
-from benchmarks.speculators_peers import PEERS, pairs
+from benchmarks.peers.speculators import PEERS, pairs
 
 
 @dataclass(frozen=True)

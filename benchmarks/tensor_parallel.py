@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks import ce, distillation, policy, preference
@@ -23,11 +21,11 @@ from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.harness.measure import Truth, check, clear, memory
 from benchmarks.harness.objective import Objective, Problem
-from benchmarks.harness.registry import Peers
 from benchmarks.harness.report import gib, sizes, text
 from benchmarks.harness.timing import REST, release, spread, time_ms
+from benchmarks.peers.policy import EPSILON, OPTIONS
+from benchmarks.peers.tensor_parallel import PEERS
 from benchmarks.policy import POLICY
-from benchmarks.policy_peers import EPSILON, OPTIONS
 from benchmarks.preference import PREFERENCE
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss
 
@@ -69,33 +67,6 @@ LOSSES: dict[str, tuple[Objective, Callable, object, object, tuple[int, ...]]] =
     "GRPO": (POLICY, grpo, policy.SHAPES[0], policy.QUICK_SHAPES[0], (1,)),
     "JSD": (DISTILLATION, jsd, distillation.SHAPES[0], distillation.QUICK_SHAPES[0], (1, 3)),
 }
-
-# Cross-entropies of shards of equal size, called as (group, hidden, weight, targets).
-PEERS = Peers()
-
-
-@PEERS.add("PyTorch loss_parallel, fp32 upcast")
-def torch_loss_parallel():
-    def loss(group, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        mesh = DeviceMesh.from_group(group, hidden.device.type)
-        hidden, weight = (
-            DTensor.from_local(tensor, mesh, [placement])
-            for tensor, placement in ((hidden, Replicate()), (weight, Shard(0)))
-        )
-        return torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets).to_local()
-
-    return loss
-
-
-@PEERS.add("Liger scaled CE, TP", package="liger-kernel", needs_cuda=True)
-def liger():
-    from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
-
-    def loss(group, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        per_token = liger_fused_linear_scaled_cross_entropy_tp(hidden, weight, targets, group)
-        return per_token.sum() / (targets != -100).sum()
-
-    return loss
 
 
 def run(document: dict, ranks: int, *, quick: bool, device: str, say: Callable[[str], None]) -> None:

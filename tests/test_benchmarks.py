@@ -35,19 +35,19 @@ from benchmarks import (
 )
 from benchmarks.__main__ import app
 from benchmarks.ce import CE
-from benchmarks.ce_peers import eager_loss
 from benchmarks.distillation import DISTILLATION
-from benchmarks.distillation_peers import eager_loss as eager_jsd
 from benchmarks.harness import measure, objective, report, yardstick
 from benchmarks.layer_operators import Maker, operators
 from benchmarks.medusa import MEDUSA
-from benchmarks.medusa_peers import eager_loss as eager_medusa
+from benchmarks.peers.ce import eager_loss
+from benchmarks.peers.distillation import eager_loss as eager_jsd
+from benchmarks.peers.medusa import eager_loss as eager_medusa
+from benchmarks.peers.policy import eager_loss as eager_grpo
+from benchmarks.peers.preference import eager_loss as eager_preference
+from benchmarks.peers.speculators import eager_loss as eager_draft
 from benchmarks.policy import POLICY
-from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
-from benchmarks.preference_peers import eager_loss as eager_preference
 from benchmarks.speculators import SPECULATORS
-from benchmarks.speculators_peers import eager_loss as eager_draft
 from tests.ranks import forked
 from tests.support import run_uncompiled
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import curves, gradient_errors, proof_data
-from benchmarks.ce_peers import eager_loss
 from benchmarks.curves import Size, Trainer
 from benchmarks.gradient_errors import FILTERED, SeveralChunks, measure
+from benchmarks.peers.ce import eager_loss
 from logitless import CrossEntropyLoss
 from tests.support import DEVICE
 

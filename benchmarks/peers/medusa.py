@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from benchmarks.ce_peers import eager_loss as full_cross_entropy
 from benchmarks.harness.registry import Peers
+from benchmarks.peers.ce import eager_loss as full_cross_entropy
 
 PEERS = Peers()
 

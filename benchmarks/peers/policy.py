@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import Peers
-from benchmarks.preference_peers import full_logps, trl_logps
+from benchmarks.peers.preference import full_logps, trl_logps
 
 PEERS = Peers()
 
