@@ -15,29 +15,15 @@ from benchmarks import (
     lora,
     model_commands,
     numbers,
-    pages,
     proof_commands,
     proof_tables,
     recipes,
-    small,
     steps,
-    summary,
     trainers,
     usecase,
 )
-from benchmarks import ce as cross_entropy
 from benchmarks import counts as counted
-from benchmarks import distillation as teaching
-from benchmarks import gemm as chunk_gemms
-from benchmarks import medusa as multi_head
-from benchmarks import preference as pairs
 from benchmarks import profile as kernels
-from benchmarks import rounding as emulation
-from benchmarks import sampler as kept_ids
-from benchmarks import tensor_parallel as shards
-from benchmarks import topk as several_ids
-from benchmarks.ce import CE, CE_PORTABLE
-from benchmarks.distillation import DISTILLATION
 from benchmarks.harness.measure import DeviceLost
 from benchmarks.harness.objective import Objective, Shape
 from benchmarks.harness.options import (
@@ -56,11 +42,24 @@ from benchmarks.harness.options import (
 )
 from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import RESULTS, every, new_document, newest, origin, rewrite, write_json
-from benchmarks.medusa import MEDUSA
+from benchmarks.losses import ce as cross_entropy
+from benchmarks.losses import distillation as teaching
+from benchmarks.losses import gemm as chunk_gemms
+from benchmarks.losses import medusa as multi_head
+from benchmarks.losses import preference as pairs
+from benchmarks.losses import rounding as emulation
+from benchmarks.losses import sampler as kept_ids
+from benchmarks.losses import small, summary
+from benchmarks.losses import tables as pages
+from benchmarks.losses import tensor_parallel as shards
+from benchmarks.losses import topk as several_ids
+from benchmarks.losses.ce import CE, CE_PORTABLE
+from benchmarks.losses.distillation import DISTILLATION
+from benchmarks.losses.medusa import MEDUSA
+from benchmarks.losses.policy import POLICY
+from benchmarks.losses.preference import PREFERENCE
+from benchmarks.losses.speculators import SPECULATORS
 from benchmarks.own_rows import HOST_CALLS, ROWS
-from benchmarks.policy import POLICY
-from benchmarks.preference import PREFERENCE
-from benchmarks.speculators import SPECULATORS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)
@@ -589,7 +588,8 @@ def plot(
     """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png,
     docs/layers.png, docs/activations.png and docs/proof.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
-    from benchmarks import layer_picture, picture, proof_picture
+    from benchmarks import layer_picture, proof_picture
+    from benchmarks.losses import picture
 
     found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}
     if not found:

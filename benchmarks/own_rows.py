@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless
-from benchmarks import ce, distillation, medusa, policy, preference, tensor_parallel, topk
 from benchmarks.harness.measure import loss_of, synchronize
 from benchmarks.harness.registry import one_line
 from benchmarks.harness.report import device_name, write_json
 from benchmarks.harness.timing import peak_bytes, release, time_ms
+from benchmarks.losses import ce, distillation, medusa, policy, preference, tensor_parallel, topk
 from benchmarks.peers.policy import EPSILON, OPTIONS
 from logitless import (
     CrossEntropyLoss,

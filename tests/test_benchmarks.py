@@ -15,39 +15,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import (
-    ce,
-    compare_trees,
-    distillation,
-    fsdp,
-    layer_tiles,
-    layers,
-    medusa,
-    own_rows,
-    policy,
-    preference,
-    proof_tables,
-    speculators,
-    steps,
-    tensor_parallel,
-    topk,
-    trainer_steps,
-)
+from benchmarks import compare_trees, fsdp, layer_tiles, layers, own_rows, proof_tables, steps, trainer_steps
 from benchmarks.__main__ import app
-from benchmarks.ce import CE
-from benchmarks.distillation import DISTILLATION
 from benchmarks.harness import measure, objective, report, yardstick
 from benchmarks.layer_operators import Maker, operators
-from benchmarks.medusa import MEDUSA
+from benchmarks.losses import ce, distillation, medusa, policy, preference, speculators, tensor_parallel, topk
+from benchmarks.losses.ce import CE
+from benchmarks.losses.distillation import DISTILLATION
+from benchmarks.losses.medusa import MEDUSA
+from benchmarks.losses.policy import POLICY
+from benchmarks.losses.preference import PREFERENCE
+from benchmarks.losses.speculators import SPECULATORS
 from benchmarks.peers.ce import eager_loss
 from benchmarks.peers.distillation import eager_loss as eager_jsd
 from benchmarks.peers.medusa import eager_loss as eager_medusa
 from benchmarks.peers.policy import eager_loss as eager_grpo
 from benchmarks.peers.preference import eager_loss as eager_preference
 from benchmarks.peers.speculators import eager_loss as eager_draft
-from benchmarks.policy import POLICY
-from benchmarks.preference import PREFERENCE
-from benchmarks.speculators import SPECULATORS
 from tests.ranks import forked
 from tests.support import run_uncompiled
 

@@ -2,8 +2,8 @@
 
 from tabulate import tabulate
 
-from benchmarks import pages
 from benchmarks.harness.report import GIB, sizes
+from benchmarks.losses import tables
 
 # (benchmark, which of its shapes, what it measures, the matrix products that it needs at least, those that
 # its yardstick has). The products are the logits and two gradients, and the logits of a reference or teacher.
@@ -82,7 +82,7 @@ def implementations(documents: dict[str, dict]) -> str:
             row = next((row for row in rows if row["name"] in names), None)
             if row and row["verdict"] == "ok":
                 row = row | {"ratio": row["ratio"] * counted / needed}
-            cells.append(pages.cell(row))
+            cells.append(tables.cell(row))
         body.append([title, *cells])
     headers = [""]
     for benchmark, place, what, needed, _ in measured:

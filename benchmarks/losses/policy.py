@@ -6,10 +6,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from benchmarks import ce
 from benchmarks.harness.objective import Goal, Objective, Problem
+from benchmarks.losses import ce
+from benchmarks.losses.preference import one_gemm, token_numbers, truth
 from benchmarks.peers.policy import PEERS, grpo
-from benchmarks.preference import one_gemm, token_numbers, truth
 
 
 @dataclass(frozen=True)

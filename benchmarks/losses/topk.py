@@ -9,11 +9,11 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import distillation
 from benchmarks.harness.measure import exact_products, poison, relative_l2, synchronize
 from benchmarks.harness.report import gib, sizes, text, write_json
 from benchmarks.harness.timing import Case, interleave, peak_bytes, release, spread
 from benchmarks.harness.yardstick import chunked_gemms
+from benchmarks.losses import distillation
 from logitless import DistillationLoss, linear_logprobs, linear_topk
 
 # Rows of the truth, and of the product that everything is counted in.

@@ -16,17 +16,17 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from benchmarks import ce, distillation, policy, preference
-from benchmarks.ce import CE
-from benchmarks.distillation import DISTILLATION
 from benchmarks.harness.measure import Truth, check, clear, memory
 from benchmarks.harness.objective import Objective, Problem
 from benchmarks.harness.report import gib, sizes, text
 from benchmarks.harness.timing import REST, release, spread, time_ms
+from benchmarks.losses import ce, distillation, policy, preference
+from benchmarks.losses.ce import CE
+from benchmarks.losses.distillation import DISTILLATION
+from benchmarks.losses.policy import POLICY
+from benchmarks.losses.preference import PREFERENCE
 from benchmarks.peers.policy import EPSILON, OPTIONS
 from benchmarks.peers.tensor_parallel import PEERS
-from benchmarks.policy import POLICY
-from benchmarks.preference import PREFERENCE
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss
 
 ROUNDS = 14

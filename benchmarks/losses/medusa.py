@@ -32,8 +32,8 @@ from benchmarks.harness.measure import (
 from benchmarks.harness.objective import Goal, Objective, Problem
 from benchmarks.harness.timing import Case, interleave, release, spread
 from benchmarks.harness.yardstick import Yardstick
+from benchmarks.losses.preference import one_gemm
 from benchmarks.peers.medusa import PEERS, terms
-from benchmarks.preference import one_gemm
 
 
 @dataclass(frozen=True)

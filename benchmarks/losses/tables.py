@@ -1,4 +1,4 @@
-"""Tables in Markdown pages, written from the newest results between their markers."""
+"""The table of one loss in a Markdown page: implementations against shapes."""
 
 import re
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.ce import Shape, inputs
 from benchmarks.harness.report import write_json
 from benchmarks.harness.timing import interleave, spread
 from benchmarks.harness.yardstick import chunked_gemms
+from benchmarks.losses.ce import Shape, inputs
 
 CHUNKS = tuple(range(1024, 4096 + 1, 128))
 QUICK_CHUNKS = (16, 32)

@@ -13,13 +13,13 @@ from unittest import mock
 import torch
 from tabulate import tabulate
 
-from benchmarks import ce, distillation, policy, preference
-from benchmarks.ce import CE
-from benchmarks.distillation import DISTILLATION
 from benchmarks.harness.objective import Objective, Shape
 from benchmarks.harness.report import write_json
-from benchmarks.policy import POLICY
-from benchmarks.preference import PREFERENCE
+from benchmarks.losses import ce, distillation, policy, preference
+from benchmarks.losses.ce import CE
+from benchmarks.losses.distillation import DISTILLATION
+from benchmarks.losses.policy import POLICY
+from benchmarks.losses.preference import PREFERENCE
 from logitless.engine import captured
 
 OURS, UNCAPTURED = "logitless", "logitless, without CUDA graphs"
