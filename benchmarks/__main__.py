@@ -11,7 +11,6 @@ from benchmarks import (
     activation_budgets,
     compare_trees,
     fsdp,
-    layers,
     lora,
     model_commands,
     numbers,
@@ -42,6 +41,8 @@ from benchmarks.harness.options import (
 )
 from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import RESULTS, every, new_document, newest, origin, rewrite, write_json
+from benchmarks.layers import commands as layer_commands
+from benchmarks.layers import comparison as layers
 from benchmarks.losses import ce as cross_entropy
 from benchmarks.losses import distillation as teaching
 from benchmarks.losses import gemm as chunk_gemms
@@ -63,6 +64,7 @@ from benchmarks.own_rows import HOST_CALLS, ROWS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)
+app.add_typer(layer_commands.app)
 app.add_typer(proof_commands.app)
 
 # The benchmarks with a table in docs/benchmarks.md, and what writes it.
@@ -588,7 +590,8 @@ def plot(
     """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png,
     docs/layers.png, docs/activations.png and docs/proof.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
-    from benchmarks import layer_picture, proof_picture
+    from benchmarks import proof_picture
+    from benchmarks.layers import picture as layer_picture
     from benchmarks.losses import picture
 
     found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}

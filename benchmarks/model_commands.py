@@ -1,6 +1,5 @@
-"""The commands that measure models: TRL's trainers, whole steps, five models, and the operators of layers."""
+"""The commands that measure models: TRL's trainers, whole steps, five models."""
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -8,13 +7,14 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from benchmarks import activation_budgets, fsdp, layer_tiles, layers, lora, recipes, steps, trainers, usecase
+from benchmarks import activation_budgets, fsdp, lora, recipes, steps, trainers, usecase
 from benchmarks.harness.options import (
     Device,
     Only,
     Out,
     Quick,
     Skip,
+    check,
     chosen_device,
     finish,
     out_path,
@@ -23,9 +23,6 @@ from benchmarks.harness.options import (
 )
 from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import new_document
-from benchmarks.layer_operators import Maker
-from benchmarks.layer_operators import operators as all_operators
-from benchmarks.peers.layers import LAYERS
 
 app = typer.Typer()
 
@@ -299,48 +296,6 @@ def fully_sharded(
     check(fsdp.failed(document))
 
 
-Operators = Annotated[
-    list[str] | None, typer.Option("--operator", help="Only operators whose name contains this; repeatable.")
-]
-
-
-@app.command("layers")
-def layer_operators(
-    operators: Operators = None,
-    minutes: Annotated[float, typer.Option(help="Begin no operator after these.")] = 10.0,
-    out: Out = None,
-    quick: Quick = False,
-    device: Device = "",
-    only: Only = None,
-    skip: Skip = None,
-) -> None:
-    """Norms, rotations and gates, forward and backward: us and every installed peer beside a copy of as many
-    bytes."""
-    target = chosen_device(device, quick)
-    try:
-        computes, absent = LAYERS.load(target, tuple(only or ()), tuple(skip or ()))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    document = new_document("layers", target, quick=quick, versions=LAYERS.versions()) | {"absent": absent}
-    path, kinds = out_path(out, document), tuple(operators or ())
-    layers.run(document, target, computes, kinds=kinds, minutes=minutes, out=path, say=speaker())
-    finish(path)
-    check(layers.failed(document))
-
-
-@app.command("layer-tiles")
-def tiles_of_layers(
-    operators: Operators = None,
-    minutes: Annotated[float, typer.Option(help="Try no tile after these.")] = 10.0,
-    device: Device = "",
-) -> None:
-    """Tile sizes of our layer operators beside those that the library takes."""
-    target, deadline = chosen_device(device, quick=False), time.perf_counter() + 60 * minutes
-    for operator in all_operators(Maker(target, tiny=False)):
-        if not operators or any(word in operator.name for word in operators):
-            layer_tiles.sweep(operator, target, deadline, speaker())
-
-
 class Where(NamedTuple):
     """Where a command measures, and where it writes."""
 
@@ -406,10 +361,3 @@ def measure(
     steps.run(document, models, made, settings, rounds=rounds, limits=limits, out=path, say=speaker())
     finish(path)
     return document
-
-
-def check(failed: list[str]) -> None:
-    """Ends with 1 if anything failed."""
-    if failed:
-        typer.echo("not right: " + "; ".join(failed), err=True)
-        raise typer.Exit(1)

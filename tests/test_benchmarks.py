@@ -15,10 +15,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import compare_trees, fsdp, layer_tiles, layers, own_rows, proof_tables, steps, trainer_steps
+from benchmarks import compare_trees, fsdp, own_rows, proof_tables, steps, trainer_steps
 from benchmarks.__main__ import app
 from benchmarks.harness import measure, objective, report, yardstick
-from benchmarks.layer_operators import Maker, operators
+from benchmarks.layers import comparison, tiles
+from benchmarks.layers.operators import Maker, operators
 from benchmarks.losses import ce, distillation, medusa, policy, preference, speculators, tensor_parallel, topk
 from benchmarks.losses.ce import CE
 from benchmarks.losses.distillation import DISTILLATION
@@ -135,10 +136,10 @@ def test_fsdp_command(tmp_path):
 def test_layer_tiles(monkeypatch):
     pytest.importorskip("triton")
     said, times = [], iter(range(10_000, 0, -1))
-    monkeypatch.setattr(layer_tiles, "copy_us", lambda count, device: 1.0)
-    for direction in layers.DIRECTIONS:
-        monkeypatch.setattr(layer_tiles, f"{direction}_us", lambda *given: float(next(times)))
-    layer_tiles.sweep(first_operator(), CPU, float("inf"), said.append)
+    monkeypatch.setattr(tiles, "copy_us", lambda count, device: 1.0)
+    for direction in comparison.DIRECTIONS:
+        monkeypatch.setattr(tiles, f"{direction}_us", lambda *given: float(next(times)))
+    tiles.sweep(first_operator(), CPU, float("inf"), said.append)
     assert sum("tiles: copy" in line for line in said) == 2 and any("warps" in line for line in said)
 
 
@@ -217,7 +218,7 @@ def test_a_wrong_operator_gets_no_time(name, factor, verdict):
     def off(**leaves):
         return tuple(factor * y for y in operator.stock(**leaves))
 
-    row = layers.measured(name, operator, off, CPU, dict.fromkeys(layers.DIRECTIONS, 1.0))
+    row = comparison.measured(name, operator, off, CPU, dict.fromkeys(comparison.DIRECTIONS, 1.0))
     assert row["verdict"] == verdict and ("forward" in row) == (verdict == "ok")
 
 
@@ -399,7 +400,7 @@ def test_operators_of_several_days_are_one_table():
         versions = {"torch": "2"}
         return {"date": f"2026-11-{day}T10:00", "sections": sections, "versions": versions, "absent": {}}
 
-    whole = layers.together(
+    whole = comparison.together(
         [document(25, ("rope", "norm")), document(25, ()), document(26, ("norm", "gate"))]
     )
     assert whole["date"] == "2026-11-25 and 2026-11-26"

@@ -87,3 +87,10 @@ def picked(names: Iterable[str], words: list[str] | None) -> list[str]:
         same = [name for name in names if name.lower() == word.lower()]
         found += same or [name for name in names if word.lower() in name.lower()]
     return [name for name in names if name in found]
+
+
+def check(failed: list[str]) -> None:
+    """Ends with 1 if anything failed."""
+    if failed:
+        typer.echo("not right: " + "; ".join(failed), err=True)
+        raise typer.Exit(1)

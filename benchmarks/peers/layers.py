@@ -4,14 +4,33 @@ A peer is a function of an operator's leaves for each operator that it has; for 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.registry import Peers
-from benchmarks.layer_operators import BF16, EPS, FP32, Operator
 
 LAYERS = Peers()
+BF16, FP32 = torch.bfloat16, torch.float32
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator at one shape."""
+
+    kind: str  # its peers go by that
+    name: str
+    inputs: Callable[[int], dict[str, Tensor]]  # seed -> leaves
+    ours: Callable[..., tuple[Tensor, ...]]
+    stock: Callable[..., tuple[Tensor, ...]]
+    forward_bytes: int
+    backward_bytes: int
+    width: int | None = None  # of those in the picture
+    constants: dict = field(default_factory=dict)  # cos and sin
+
+
 # An operator -> what computes it, or None.
 Computes = Callable[[Operator], Callable | None]
 

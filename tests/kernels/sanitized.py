@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.layer_operators import Maker, operators
-from benchmarks.layers import both_ways
+from benchmarks.layers.comparison import both_ways
+from benchmarks.layers.operators import Maker, operators
 from benchmarks.losses import sampler
 from benchmarks.own_rows import ROWS, Row, loss_of
 

@@ -8,8 +8,8 @@ from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.harness.report import GIB
 from benchmarks.harness.styles import NOTE, STYLES
-from benchmarks.layer_operators import ROWS
-from benchmarks.layers import DIRECTIONS, OURS
+from benchmarks.layers.comparison import DIRECTIONS, OURS
+from benchmarks.layers.operators import ROWS
 
 WIDTH = 4096
 COLORS = {

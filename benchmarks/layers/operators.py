@@ -4,34 +4,18 @@ Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 
 several widths, which the picture shows. Gated norms are those of Qwen3-Next, Bamba-9B and Nemotron-H-8B.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.peers.layers import BF16, EPS, FP32, Operator
 from logitless import layers
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+FP64 = torch.float64
 # Of the picture: numbers in a token's vector.
 WIDTHS, ROWS = (1024, 2048, 4096, 8192, 16384), 8192
-EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator at one shape."""
-
-    kind: str  # its peers go by that
-    name: str
-    inputs: Callable[[int], dict[str, Tensor]]  # seed -> leaves
-    ours: Callable[..., tuple[Tensor, ...]]
-    stock: Callable[..., tuple[Tensor, ...]]
-    forward_bytes: int
-    backward_bytes: int
-    width: int | None = None  # of those in the picture
-    constants: dict = field(default_factory=dict)  # cos and sin
 
 
 class Maker:

@@ -21,7 +21,7 @@ from benchmarks.harness import report
 from benchmarks.harness.measure import GRADIENT_LIMIT
 from benchmarks.harness.registry import one_line
 from benchmarks.harness.timing import peak_bytes, release
-from benchmarks.layer_operators import Maker, Operator, operators
+from benchmarks.layers.operators import Maker, Operator, operators
 from benchmarks.peers.layers import LAYERS, Computes
 
 # More than the largest L2 cache, 126 MB of a B200, several times over.

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 
 from benchmarks.harness.registry import one_line
-from benchmarks.layer_operators import Operator
-from benchmarks.layers import backward_us, copy_us, forward_us
+from benchmarks.layers.comparison import backward_us, copy_us, forward_us
+from benchmarks.layers.operators import Operator
 
 
 def sweep(operator: Operator, device: torch.device, deadline: float, say: Callable[[str], None]) -> None:
