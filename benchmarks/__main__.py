@@ -7,20 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import (
-    activation_budgets,
-    compare_trees,
-    fsdp,
-    lora,
-    model_commands,
-    numbers,
-    proof_commands,
-    proof_tables,
-    recipes,
-    steps,
-    trainers,
-    usecase,
-)
+from benchmarks import compare_trees, numbers, proof_commands, proof_tables
 from benchmarks import counts as counted
 from benchmarks import profile as kernels
 from benchmarks.harness.measure import DeviceLost
@@ -60,6 +47,8 @@ from benchmarks.losses.medusa import MEDUSA
 from benchmarks.losses.policy import POLICY
 from benchmarks.losses.preference import PREFERENCE
 from benchmarks.losses.speculators import SPECULATORS
+from benchmarks.models import activations, fsdp, lora, recipes, steps, trainers, usecase
+from benchmarks.models import commands as model_commands
 from benchmarks.own_rows import HOST_CALLS, ROWS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
@@ -639,7 +628,7 @@ def plot(
         typer.echo(f"{drawn}: drawn from {found['sweep'][0]}")
     if fitted := newest("activations", results):
         drawn = root / "docs" / "activations.png"
-        activation_budgets.draw(fitted[1], drawn)
+        activations.draw(fitted[1], drawn)
         typer.echo(f"{drawn}: drawn from {fitted[0]}")
     if proofs:
         drawn = root / "docs" / "proof.png"

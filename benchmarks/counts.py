@@ -123,7 +123,7 @@ def sft_step(dtype: torch.dtype, folder: Path) -> Call:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from benchmarks.trainer_steps import EOS, PAD, quiet, tokenizer
+    from benchmarks.models.trainer_steps import EOS, PAD, quiet, tokenizer
     from logitless.trl_integration import SFTConfig, SFTTrainer
 
     quiet()
@@ -149,7 +149,7 @@ def run(document: dict) -> None:
     """Fill `document`. Each machine is measured in a separate process, a fork of this one."""
     if find_spec("trl"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        import benchmarks.trainer_steps  # noqa: F401
+        import benchmarks.models.trainer_steps  # noqa: F401
     document["machines"] = {}
     for machine in MACHINES:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:

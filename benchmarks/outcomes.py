@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from benchmarks import shadow_heads, sums
 from benchmarks.curves import interval
 from benchmarks.harness.registry import one_line
+from benchmarks.models.trainer_steps import quiet
 from benchmarks.shadow import KINDS, Kind, World, construct, with_prompts
-from benchmarks.trainer_steps import quiet
 from logitless import MedusaHeads
 
 MOVED = 1e-7

@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from benchmarks.trainer_steps import pair, quiet
+from benchmarks.models.trainer_steps import pair, quiet
 from logitless.trl_integration import apply_to
 
 BETA = 0.1

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import compare_trees, fsdp, own_rows, proof_tables, steps, trainer_steps
+from benchmarks import compare_trees, own_rows, proof_tables
 from benchmarks.__main__ import app
 from benchmarks.harness import measure, objective, report, yardstick
 from benchmarks.layers import comparison, tiles
@@ -27,6 +27,7 @@ from benchmarks.losses.medusa import MEDUSA
 from benchmarks.losses.policy import POLICY
 from benchmarks.losses.preference import PREFERENCE
 from benchmarks.losses.speculators import SPECULATORS
+from benchmarks.models import fsdp, steps, trainer_steps
 from benchmarks.peers.ce import eager_loss
 from benchmarks.peers.distillation import eager_loss as eager_jsd
 from benchmarks.peers.medusa import eager_loss as eager_medusa

@@ -29,7 +29,7 @@ import logitless.trl_integration as our_trainers
 from benchmarks.harness.measure import synchronize
 from benchmarks.harness.registry import one_line
 from benchmarks.harness.timing import release, spread
-from benchmarks.trainers import TRAINERS, WARM, Case, Scale
+from benchmarks.models.trainers import TRAINERS, WARM, Case, Scale
 
 # Completions of one prompt in GRPO, TRL's default.
 GENERATIONS = 8

@@ -1,4 +1,4 @@
-"""In a process of `benchmarks.steps`: trains a model with random weights for a few steps."""
+"""In a process of `steps.py`: trains a model with random weights for a few steps."""
 
 import time
 from typing import Any
@@ -13,8 +13,8 @@ from transformers import PrinterCallback, TrainerCallback
 import logitless.trl_integration as our_trainers
 from benchmarks.harness.measure import synchronize
 from benchmarks.harness.registry import one_line
-from benchmarks.steps import Configuration, Model, Settings
-from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
+from benchmarks.models.steps import Configuration, Model, Settings
+from benchmarks.models.trainer_steps import EOS, PAD, dtype_on, tokenizer
 from logitless.activations.table import activation_table
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from benchmarks import steps
 from benchmarks.harness import report
-from benchmarks.steps import Configuration
+from benchmarks.models import steps
+from benchmarks.models.steps import Configuration
 
 FLAGS = Configuration(loss=True, layers="ours")
 RECIPES = {

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from benchmarks import steps
 from benchmarks.harness import report
-from benchmarks.steps import LLAMA, SMALL, Configuration, Model
+from benchmarks.models import steps
+from benchmarks.models.steps import LLAMA, SMALL, Configuration, Model
 
 TOKENS = 512
 BATCHES = (16, 32, 64, 128)

@@ -7,7 +7,6 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from benchmarks import activation_budgets, fsdp, lora, recipes, steps, trainers, usecase
 from benchmarks.harness.options import (
     Device,
     Only,
@@ -23,6 +22,7 @@ from benchmarks.harness.options import (
 )
 from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import new_document
+from benchmarks.models import activations, fsdp, lora, recipes, steps, trainers, usecase
 
 app = typer.Typer()
 
@@ -129,9 +129,9 @@ def activation_budgets_of_a_small_model(
     document = new_document("activations", target, quick=quick)
     path = out_path(out, document)
     rounds = 1 if quick else rounds
-    activation_budgets.run(document, target, rounds=rounds, out=path, say=speaker())
+    activations.run(document, target, rounds=rounds, out=path, say=speaker())
     finish(path)
-    check(activation_budgets.failed(document))
+    check(activations.failed(document))
 
 
 @app.command("usecase")

@@ -1,4 +1,4 @@
-"""One rank of a run of `benchmarks.fsdp`: trains for a few steps with FSDP2, and writes its numbers."""
+"""One rank of a run of `fsdp.py`: trains for a few steps with FSDP2, and writes its numbers."""
 
 import faulthandler
 import json
@@ -18,11 +18,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PrinterCallback
 
-from benchmarks.fsdp import Job
 from benchmarks.harness.forked import detach
 from benchmarks.harness.registry import one_line
-from benchmarks.step_process import causal_lm, give_ligers_layers
-from benchmarks.trainer_steps import Watch, pair, preferences, quiet, tokenizer
+from benchmarks.models.fsdp import Job
+from benchmarks.models.step_process import causal_lm, give_ligers_layers
+from benchmarks.models.trainer_steps import Watch, pair, preferences, quiet, tokenizer
 
 FSDP = {
     "fsdp": True,

@@ -146,7 +146,7 @@ def run(
     from logitless.trl_integration.versions import require_supported
 
     require_supported()
-    from benchmarks import trainer_steps
+    from benchmarks.models import trainer_steps
 
     scales = (SHORT, QUICK_SHORT) if short else (FULL, QUICK)
     scale = replace(scales[document["quick"]], timed=timed)
@@ -193,7 +193,7 @@ def run(
     return document
 
 
-PRELOADED = ["benchmarks.trainer_steps", "logitless.trl_integration.pairs"]
+PRELOADED = ["benchmarks.models.trainer_steps", "logitless.trl_integration.pairs"]
 
 
 def apart(function: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
@@ -204,7 +204,7 @@ def apart(function: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
 
 def measured(*args: Any) -> dict[str, dict]:
     """A row for each of the trainers that come last among the arguments, in their order."""
-    from benchmarks import trainer_steps
+    from benchmarks.models import trainer_steps
 
     trainer_steps.quiet()
     *shared, names = args
@@ -213,7 +213,7 @@ def measured(*args: Any) -> dict[str, dict]:
 
 def measured_in_turns(*args: Any) -> dict[str, dict]:
     """The same, step by step."""
-    from benchmarks import trainer_steps
+    from benchmarks.models import trainer_steps
 
     trainer_steps.quiet()
     *shared, names = args

@@ -29,16 +29,16 @@ from tabulate import tabulate
 
 from benchmarks.harness import forked, report
 from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT
-from benchmarks.steps import CONFIGURATIONS as EVERY
-from benchmarks.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings, missing
-from benchmarks.trainers import furthest
+from benchmarks.models.steps import CONFIGURATIONS as EVERY
+from benchmarks.models.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings, missing
+from benchmarks.models.trainers import furthest
 
 # Liger's layers last: where time runs out, the others have been compared.
 CONFIGURATIONS = {name: EVERY[name] for name in ("stock", "our loss + our layers", "Liger's layers")}
 # What a rank has of a step; DPO's sequences are the two of each pair.
 FULL = {"SFT": MODELS["Llama-3.1-8B"], "DPO": Model("LlamaConfig", LLAMA, 4, 2048)}
 QUICK = {"SFT": Model("LlamaConfig", SMALL, 2, 32), "DPO": Model("LlamaConfig", SMALL, 4, 16)}
-PRELOADED = ["benchmarks.fsdp_process"]
+PRELOADED = ["benchmarks.models.fsdp_process"]
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,16 @@ def prepare() -> None:
     first.start()
     first.join()
     if first.exitcode:
-        raise ImportError("benchmarks.fsdp_process: expected to be imported, got the error above.")
+        raise ImportError("benchmarks.models.fsdp_process: expected to be imported, got the error above.")
 
 
 def import_all() -> None:
-    import benchmarks.fsdp_process  # noqa: F401
+    import benchmarks.models.fsdp_process  # noqa: F401
 
 
 def in_rank(job: Job, rank: int, folder: str) -> None:
     """In a process of its own: this one does not import TRL."""
-    from benchmarks.fsdp_process import main
+    from benchmarks.models.fsdp_process import main
 
     main(job, rank, folder)
 

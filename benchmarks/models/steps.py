@@ -19,9 +19,9 @@ from tabulate import tabulate
 from benchmarks.harness import forked, report
 from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT
 from benchmarks.harness.registry import package_version
-from benchmarks.trainers import furthest
+from benchmarks.models.trainers import furthest
 
-PRELOADED = ["benchmarks.step_process", "logitless.trl_integration.pairs"]
+PRELOADED = ["benchmarks.models.step_process", "logitless.trl_integration.pairs"]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def in_process(model: Model, configuration: Configuration, settings: Settings, f
     """In a process of its own: this one does not import TRL."""
     forked.detach(f"{folder}/log")
     os.chdir(folder)
-    from benchmarks.step_process import attempt
+    from benchmarks.models.step_process import attempt
 
     found = attempt(model, configuration, settings)
     Path("found.json").write_text(json.dumps(found))

@@ -25,7 +25,7 @@ from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT, synchronize
 from benchmarks.harness.profiler import busy, kernels_of
 from benchmarks.harness.registry import one_line
 from benchmarks.harness.timing import release
-from benchmarks.steps import MODELS, QUICK, Model
+from benchmarks.models.steps import MODELS, QUICK, Model
 from logitless.exchange import withdraw
 from logitless.layers import lora
 from logitless.models import fuse_layers, patch_model
