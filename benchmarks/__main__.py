@@ -7,9 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import compare_trees, numbers, proof_commands, proof_tables
-from benchmarks import counts as counted
-from benchmarks import profile as kernels
+from benchmarks import numbers, proof_commands, proof_tables
 from benchmarks.harness.measure import DeviceLost
 from benchmarks.harness.objective import Objective, Shape
 from benchmarks.harness.options import (
@@ -49,7 +47,10 @@ from benchmarks.losses.preference import PREFERENCE
 from benchmarks.losses.speculators import SPECULATORS
 from benchmarks.models import activations, fsdp, lora, recipes, steps, trainers, usecase
 from benchmarks.models import commands as model_commands
-from benchmarks.own_rows import HOST_CALLS, ROWS
+from benchmarks.regressions import compare_trees
+from benchmarks.regressions import counts as counted
+from benchmarks.regressions import profile as kernels
+from benchmarks.regressions.own_rows import HOST_CALLS, ROWS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)

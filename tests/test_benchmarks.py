@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import compare_trees, own_rows, proof_tables
+from benchmarks import proof_tables
 from benchmarks.__main__ import app
 from benchmarks.harness import measure, objective, report, yardstick
 from benchmarks.layers import comparison, tiles
@@ -34,6 +34,7 @@ from benchmarks.peers.medusa import eager_loss as eager_medusa
 from benchmarks.peers.policy import eager_loss as eager_grpo
 from benchmarks.peers.preference import eager_loss as eager_preference
 from benchmarks.peers.speculators import eager_loss as eager_draft
+from benchmarks.regressions import compare_trees, own_rows
 from tests.ranks import forked
 from tests.support import run_uncompiled
 

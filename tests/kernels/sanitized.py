@@ -17,7 +17,7 @@ import torch
 from benchmarks.layers.comparison import both_ways
 from benchmarks.layers.operators import Maker, operators
 from benchmarks.losses import sampler
-from benchmarks.own_rows import ROWS, Row, loss_of
+from benchmarks.regressions.own_rows import ROWS, Row, loss_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

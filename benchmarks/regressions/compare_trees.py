@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from benchmarks.harness.report import gib, text, write_json
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TREES = ("before", "after")
 # The new tree may take this much longer: all rows together, and each.
 MEAN_LIMIT, ROW_LIMIT = 1.005, 1.02
@@ -35,7 +35,8 @@ MEMORY_SLACK = 2 * 2**20
 
 # `logitless` from the tree, which PYTHONPATH names; `benchmarks` from here, the same for both trees.
 START = (
-    "import sys, logitless; sys.path.insert(0, sys.argv.pop(1)); from benchmarks.own_rows import main; main()"
+    "import sys, logitless; sys.path.insert(0, sys.argv.pop(1)); "
+    "from benchmarks.regressions.own_rows import main; main()"
 )
 
 

@@ -32,9 +32,9 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import logitless
-from benchmarks import simulated_hopper
 from benchmarks.harness.report import RESULTS
-from benchmarks.simulated_hopper import REPLAY
+from benchmarks.regressions import simulated_hopper
+from benchmarks.regressions.simulated_hopper import REPLAY
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY
 

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from benchmarks.harness.measure import loss_of
 from benchmarks.harness.profiler import KINDS, SMALL, Kernel, busy, kernels_of
-from benchmarks.own_rows import HOST_CALLS, Row, host_times, tensors_of
+from benchmarks.regressions.own_rows import HOST_CALLS, Row, host_times, tensors_of
 
 CALLS = 3  # before the one that is looked at
 

@@ -1,7 +1,7 @@
 """The rows of our own benchmarks, as one process measures them for one tree: times, memory, the host's time.
 
 `compare_trees.py` starts this in a fresh process for every tree and round, with `logitless` from the tree and
-this package from where the comparison was started, so that both trees are measured by the same code. Hence
+`benchmarks` from where the comparison was started, so that both trees are measured by the same code. Hence
 only the public API is used here.
 """
 
