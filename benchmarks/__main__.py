@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import numbers, proof_commands, proof_tables
+from benchmarks import numbers
 from benchmarks.harness.measure import DeviceLost
 from benchmarks.harness.objective import Objective, Shape
 from benchmarks.harness.options import (
@@ -47,6 +47,8 @@ from benchmarks.losses.preference import PREFERENCE
 from benchmarks.losses.speculators import SPECULATORS
 from benchmarks.models import activations, fsdp, lora, recipes, steps, trainers, usecase
 from benchmarks.models import commands as model_commands
+from benchmarks.proof import commands as proof_commands
+from benchmarks.proof import tables as proof_tables
 from benchmarks.regressions import compare_trees
 from benchmarks.regressions import counts as counted
 from benchmarks.regressions import profile as kernels
@@ -580,9 +582,9 @@ def plot(
     """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png,
     docs/layers.png, docs/activations.png and docs/proof.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
-    from benchmarks import proof_picture
     from benchmarks.layers import picture as layer_picture
     from benchmarks.losses import picture
+    from benchmarks.proof import picture as proof_picture
 
     found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}
     if not found:

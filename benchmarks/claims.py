@@ -6,10 +6,10 @@ number in a sentence is rounded as it is printed.
 
 from collections.abc import Callable
 
-from benchmarks import curves
 from benchmarks.harness.measure import LOSS_LIMIT
 from benchmarks.harness.report import GIB
 from benchmarks.numbers import Claim, Derived, Result, Source, document
+from benchmarks.proof import curves
 
 README = "README.md"
 BENCHMARKS = "docs/benchmarks.md"
@@ -276,7 +276,7 @@ SHADOW_STEPS = Derived(
 )
 SFT_BF16 = 1  # as it stands in the result
 
-NINETY_FIVE = stated(95, "benchmarks/curves.py: interval")
+NINETY_FIVE = stated(95, "benchmarks/proof/curves.py: interval")
 
 START = "docs/start.md"
 CARD = "the memory of a card"
@@ -613,7 +613,7 @@ CLAIMS = (
     Claim(
         PROOF_PAGE,
         "with a noise of {}% of their size",
-        (stated(5, "benchmarks/gradient_errors.py: preference"),),
+        (stated(5, "benchmarks/proof/gradient_errors.py: preference"),),
     ),
     Claim(
         PROOF_PAGE,

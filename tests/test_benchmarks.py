@@ -15,7 +15,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import proof_tables
 from benchmarks.__main__ import app
 from benchmarks.harness import measure, objective, report, yardstick
 from benchmarks.layers import comparison, tiles
@@ -34,6 +33,7 @@ from benchmarks.peers.medusa import eager_loss as eager_medusa
 from benchmarks.peers.policy import eager_loss as eager_grpo
 from benchmarks.peers.preference import eager_loss as eager_preference
 from benchmarks.peers.speculators import eager_loss as eager_draft
+from benchmarks.proof import tables
 from benchmarks.regressions import compare_trees, own_rows
 from tests.ranks import forked
 from tests.support import run_uncompiled
@@ -384,8 +384,8 @@ def test_the_picture_has_the_runs_of_the_most_implementations():
     few, many, newer = (
         {"runs": [{"variant": name} for name in names]} for names in (["a"], ["a", "b", "b"], ["a", "c"])
     )
-    assert proof_tables.widest([many, newer, few]) is newer
-    assert proof_tables.widest([newer, many, few]) is many
+    assert tables.widest([many, newer, few]) is newer
+    assert tables.widest([newer, many, few]) is many
 
 
 def test_no_two_tables_of_steps_have_one_title():
@@ -415,7 +415,7 @@ def test_parts_of_the_proof_are_shown_together():
     first |= {"left_out": ["x"], "runs": [1], "gradients": [2]}
     second = {"device": "B", "versions": {"torch": "2", "cuda": None}, "absent": {}}
     second |= {"left_out": [], "runs": [], "gradients": [3], "outcomes": [4]}
-    assert proof_tables.together([first, second]) == {
+    assert tables.together([first, second]) == {
         "device": "A and B",
         "versions": {"torch": "1 and 2", "cuda": ""},
         "absent": {},

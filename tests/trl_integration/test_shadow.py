@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import shadow, shadow_heads, sums
-from benchmarks.convergence import SHADOW_LIMIT
-from benchmarks.shadow import Step
+from benchmarks.proof import shadow, shadow_heads, sums
+from benchmarks.proof.convergence import SHADOW_LIMIT
+from benchmarks.proof.shadow import Step
 
 # Of the whole gradient, for the faults below
 SEEN = 5e-4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.shadow import Step, World, distance, norm_of
+from benchmarks.proof.shadow import Step, World, distance, norm_of
 from logitless import MedusaHeads, MedusaLoss, SpeculatorLoss
 
 HEADS, DRAFT_STEPS, DECAY = 3, 3, 0.8

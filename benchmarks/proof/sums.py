@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.shadow import World
+from benchmarks.proof.shadow import World
 
 PAD, EOS = 0, 1
 WORDS = {"<pad>": PAD, "<eos>": EOS} | {letter: i for i, letter in enumerate("0123456789+=", 2)}

@@ -5,10 +5,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.curves import EAGER, VARIANTS
-from benchmarks.gradient_errors import BINS
 from benchmarks.harness.styles import STYLES
-from benchmarks.proof_tables import DETAILED, section_of
+from benchmarks.proof.curves import EAGER, VARIANTS
+from benchmarks.proof.gradient_errors import BINS
+from benchmarks.proof.tables import DETAILED, section_of
 
 # Colours of the other pictures
 COLORS = {

@@ -7,7 +7,7 @@ Four parts, in the order of what they can show:
 3. curves: training runs with each implementation, beside what PyTorch's loss does to itself.
 4. outcomes: what recipes reach on held-out prompts of a synthetic task, with the flag and without.
 
-Heads, models and text come from `proof_data`; our own run trains a Llama of 107M parameters.
+Heads, models and text come from `sources.py`; our own run trains a Llama of 107M parameters.
 """
 
 import tempfile
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import curves, gradient_errors, proof_data, proof_tables
-from benchmarks.curves import EAGER, VARIANTS, Trainer, key
-from benchmarks.gradient_errors import CE, DEFAULT, OBJECTIVES, Head, measure
 from benchmarks.harness.options import picked
 from benchmarks.harness.registry import one_line, package_version
 from benchmarks.harness.report import write_json
 from benchmarks.harness.timing import release
+from benchmarks.proof import curves, gradient_errors, sources, tables
+from benchmarks.proof.curves import EAGER, VARIANTS, Trainer, key
+from benchmarks.proof.gradient_errors import CE, DEFAULT, OBJECTIVES, Head, measure
 
 PARTS = ("gradients", "shadow", "curves", "outcomes")
 # A run of fp32 operands must agree to this, relative to the norm of the gradient; so must a planted fault be
@@ -74,7 +74,7 @@ class Proof:
     @cached_property
     def trainer(self) -> Trainer:
         quick, data = self.settings.quick, self.settings.data
-        text = proof_data.bytes_of_the_library() if quick else proof_data.load_text(data)
+        text = sources.bytes_of_the_library() if quick else sources.load_text(data)
         return Trainer(text, self.size, self.device, self.settings.long_steps)
 
     def run(self) -> None:
@@ -157,12 +157,12 @@ class Proof:
         self.heads = {}
 
     def real_heads(self) -> list[Head]:
-        path = self.settings.data / proof_data.SMOLLM2
+        path = self.settings.data / sources.SMOLLM2
         if self.settings.quick or not path.exists():
             if not self.settings.quick:
-                self.document["left_out"].append(f"SmolLM2: {proof_data.SMOLLM2} is missing")
+                self.document["left_out"].append(f"SmolLM2: {sources.SMOLLM2} is missing")
             return []
-        real = proof_data.load_real_model(self.settings.data)
+        real = sources.load_real_model(self.settings.data)
         weight = real.weight.to(self.device)
         return [
             Head(
@@ -196,7 +196,7 @@ class Proof:
         if package_version("trl") is None:
             self.document["absent"]["shadow"] = "trl is not installed"
             return
-        from benchmarks import shadow, shadow_heads
+        from benchmarks.proof import shadow, shadow_heads
 
         words = list(self.settings.trainers) or (["SFT"] if self.settings.quick else None)
         kinds = picked([*shadow.KINDS, *shadow_heads.KINDS], words)
@@ -233,7 +233,7 @@ class Proof:
 
     def world(self, folder: Path) -> Any:
         """What TRL's trainers train on: our own model after its long run; in a quick run, one that adds."""
-        from benchmarks import sums, texts
+        from benchmarks.proof import sums, texts
 
         if self.settings.quick:
             return sums.world(folder / "model", steps=5, examples=16, batch=4)
@@ -277,7 +277,7 @@ class Proof:
         if package_version("trl") is None:
             self.document["absent"]["outcomes"] = "trl is not installed"
             return
-        from benchmarks import outcomes
+        from benchmarks.proof import outcomes
 
         names = picked(outcomes.RECIPES, list(self.settings.trainers) or None)
         # Seed after seed, so that a run cut short has all recipes.
@@ -295,7 +295,7 @@ class Proof:
                 self.say(f"outcomes: {outcomes.line(unit[0], found)}")
                 self.write()
         self.document["left_out"] += [f"outcomes: {name}, seed {seed}" for name, seed in missing]
-        self.say(f"outcomes\n{proof_tables.outcomes(rows)}")
+        self.say(f"outcomes\n{tables.outcomes(rows)}")
 
 
 def world_budget(quick: bool) -> int:
