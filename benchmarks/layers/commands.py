@@ -23,15 +23,11 @@ from benchmarks.layers.operators import Maker
 from benchmarks.layers.operators import operators as every_operator
 from benchmarks.peers.layers import LAYERS
 
-app = typer.Typer()
-
-
 Operators = Annotated[
     list[str] | None, typer.Option("--operator", help="Only operators whose name contains this; repeatable.")
 ]
 
 
-@app.command("layers")
 def layer_operators(
     operators: Operators = None,
     minutes: Annotated[float, typer.Option(help="Begin no operator after these.")] = 10.0,
@@ -55,7 +51,6 @@ def layer_operators(
     check(comparison.failed(document))
 
 
-@app.command("layer-tiles")
 def tiles_of_layers(
     operators: Operators = None,
     minutes: Annotated[float, typer.Option(help="Try no tile after these.")] = 10.0,

@@ -15,6 +15,7 @@ otherwise:
 
 A new loss needs a module like `ce.py` with shapes, inputs, truth, yardstick and goals (an `Objective`), a
 module of the same name in `benchmarks/peers/`, and a command in `commands.py` and `benchmarks/__main__.py`.
-With its name in `TABLES` of `pages/plot.py` and markers in docs/benchmarks.md, it has a table. A new shape
-is an entry of `SHAPES`, a new implementation a function in `benchmarks/peers/`.
+With its name in `TABLES` of `pages/commands.py` and markers in docs/benchmarks.md, it has a table. A new
+shape is listed beside the others in the module of its loss; a new implementation is a function in
+`benchmarks/peers/`.
 """

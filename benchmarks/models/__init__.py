@@ -15,5 +15,5 @@ modules `*_process.py` and `trainer_steps.py` import TRL; all others can be impo
 A new configuration is an entry of `CONFIGURATIONS` in `steps.py`, `usecase.py` or `fsdp.py`, of `RECIPES`
 or of `lora.ROWS`; a new trainer is an entry of `trainers.TRAINERS`. A new benchmark adds a module with
 `run`, `failed` and `for_page`, a command in `commands.py` and `benchmarks/__main__.py`, and a line in
-`ELSEWHERE` of `pages/plot.py`.
+`ELSEWHERE` of `pages/commands.py`.
 """

@@ -24,10 +24,7 @@ from benchmarks.harness.registry import package_version
 from benchmarks.harness.report import new_document
 from benchmarks.models import activations, fsdp, lora, recipes, steps, trainers, usecase
 
-app = typer.Typer()
 
-
-@app.command()
 def trl(
     out: Out = None,
     quick: Quick = False,
@@ -78,7 +75,6 @@ Minutes = Annotated[float, typer.Option(help="Start no process that might not en
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only models whose name contains this.")]
 
 
-@app.command("step")
 def whole_steps(
     models: Models = None,
     checkpointing: Annotated[str, typer.Option(help="on, off or both.")] = "both",
@@ -117,7 +113,6 @@ def whole_steps(
     check(steps.failed(document))
 
 
-@app.command("activations")
 def activation_budgets_of_a_small_model(
     out: Out = None,
     quick: Quick = False,
@@ -134,7 +129,6 @@ def activation_budgets_of_a_small_model(
     check(activations.failed(document))
 
 
-@app.command("usecase")
 def whole_use_case(
     models: Models = None,
     batches: Annotated[
@@ -169,7 +163,6 @@ def whole_use_case(
     check(steps.failed(document))
 
 
-@app.command("recipes")
 def recipes_of_steps(
     rounds: Rounds = 1,
     timed: Timed = 12,
@@ -199,7 +192,6 @@ def recipes_of_steps(
     check([f"{row['name']}: {row['reason']}" for row in rows if row.get("verdict") == "failed"])
 
 
-@app.command("lora")
 def lora_steps(
     models: Models = None,
     checkpointing: Annotated[str, typer.Option(help="on, off or both.")] = "both",
@@ -250,7 +242,6 @@ def lora_steps(
     check(lora.failed(document))
 
 
-@app.command("fsdp")
 def fully_sharded(
     ranks: Annotated[int, typer.Option(min=2, help="Processes of a run, each with a GPU.")] = 2,
     trained: Annotated[

@@ -24,11 +24,9 @@ from benchmarks.harness.report import new_document
 from benchmarks.proof import convergence, sources
 from benchmarks.proof.convergence import PARTS, Proof, Settings
 
-app = typer.Typer()
 Data = Annotated[Path, typer.Option(help="Where `convergence-data` has written its files.")]
 
 
-@app.command("convergence")
 def proof_on_trained_models(
     parts: Annotated[
         list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeatable. Default: all.")
@@ -98,7 +96,6 @@ def proof_on_trained_models(
         raise typer.Exit(1)
 
 
-@app.command("convergence-data")
 def data_of_the_proof(
     data: Data = sources.FOLDER,
     packages: Annotated[

@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def measure_shards(session: Session, rank: int, ranks: int, store: str) -> None:
-    """The rows of `tensor_parallel.py`; what each multiplies with is this rank's."""
+    """The rows of `losses/tensor_parallel.py`; what each multiplies with is this rank's."""
     backend, options = "gloo", {}
     if session.device.type == "cuda":
         backend, options = "nccl", {"device_id": session.device}

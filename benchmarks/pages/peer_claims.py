@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.claims import BENCHMARKS, WHY
+from benchmarks.pages.claims import BENCHMARKS, WHY
 
 MIGRATE, TRL_PAGE = "docs/migrate.md", "docs/trl.md"
 TORCH, LIGER, CCE = "torch==2.13.0", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1"

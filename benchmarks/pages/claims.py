@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from benchmarks.harness.measure import LOSS_LIMIT
 from benchmarks.harness.report import GIB
-from benchmarks.numbers import Claim, Derived, Result, Source, document
+from benchmarks.pages.numbers import Claim, Derived, Result, Source, document
 from benchmarks.proof import curves
 
 README = "README.md"

@@ -1,8 +1,9 @@
 """The measured numbers in the sentences of README.md and docs, with their sources.
 
 A number counts as measured if it has a unit and stands in prose or in a table that is written by hand. Each
-must be covered by a claim of `benchmarks/claims.py`: the sentence with `{}` in the place of its numbers, and
-a source for each. Code, and tables that commands write between `<!-- KIND:NAME -->` markers, are left out.
+must be covered by a claim of `benchmarks/pages/claims.py`: the sentence with `{}` in the place of its
+numbers, and a source for each. Code, and tables that commands write between `<!-- KIND:NAME -->` markers, are
+left out.
 """
 
 import json
@@ -100,7 +101,7 @@ class Found:
     def fault(self) -> str | None:
         """What is wrong with the number; None if its source bears it out, rounded as it is printed."""
         if self.source is None:
-            return "no claim in benchmarks/claims.py covers it"
+            return "no claim in benchmarks/pages/claims.py covers it"
         decimals = len(self.printed.partition(".")[2])
         value = self.source.value()
         if abs(value - float(self.printed.replace(",", ""))) > 0.5000001 * 10**-decimals:
@@ -145,7 +146,7 @@ def places(claim: Claim, text: str) -> dict[int, Source]:
     found = re.search(pattern, text)
     if found is None:
         raise ValueError(
-            f"{claim.page}: expected the sentence {claim.text!r} of benchmarks/claims.py, got none."
+            f"{claim.page}: expected the sentence {claim.text!r} of benchmarks/pages/claims.py, got none."
         )
     if len(found.groups()) != len(claim.sources):
         raise ValueError(
