@@ -15,44 +15,27 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import (
-    ce,
-    compare_trees,
-    distillation,
-    fsdp,
-    layer_tiles,
-    layers,
-    lora,
-    measure,
-    medusa,
-    objective,
-    own_rows,
-    policy,
-    preference,
-    proof_tables,
-    report,
-    speculators,
-    steps,
-    tensor_parallel,
-    topk,
-    trainer_steps,
-    yardstick,
-)
 from benchmarks.__main__ import app
-from benchmarks.ce import CE
-from benchmarks.ce_peers import eager_loss
-from benchmarks.distillation import DISTILLATION
-from benchmarks.distillation_peers import eager_loss as eager_jsd
-from benchmarks.layer_operators import Maker, operators
-from benchmarks.medusa import MEDUSA
-from benchmarks.medusa_peers import eager_loss as eager_medusa
-from benchmarks.peers import Peer, Peers
-from benchmarks.policy import POLICY
-from benchmarks.policy_peers import eager_loss as eager_grpo
-from benchmarks.preference import PREFERENCE
-from benchmarks.preference_peers import eager_loss as eager_preference
-from benchmarks.speculators import SPECULATORS
-from benchmarks.speculators_peers import eager_loss as eager_draft
+from benchmarks.harness import measure, objective, report, yardstick
+from benchmarks.harness.registry import Peer, Peers
+from benchmarks.layers import comparison, tiles
+from benchmarks.layers.operators import Maker, operators
+from benchmarks.losses import ce, distillation, medusa, policy, preference, speculators, tensor_parallel, topk
+from benchmarks.losses.ce import CE
+from benchmarks.losses.distillation import DISTILLATION
+from benchmarks.losses.medusa import MEDUSA
+from benchmarks.losses.policy import POLICY
+from benchmarks.losses.preference import PREFERENCE
+from benchmarks.losses.speculators import SPECULATORS
+from benchmarks.models import fsdp, lora, steps, trainer_steps
+from benchmarks.peers.ce import eager_loss
+from benchmarks.peers.distillation import eager_loss as eager_jsd
+from benchmarks.peers.medusa import eager_loss as eager_medusa
+from benchmarks.peers.policy import eager_loss as eager_grpo
+from benchmarks.peers.preference import eager_loss as eager_preference
+from benchmarks.peers.speculators import eager_loss as eager_draft
+from benchmarks.proof import tables
+from benchmarks.regressions import compare_trees, own_rows
 from tests.ranks import forked
 from tests.support import run_uncompiled
 
@@ -174,10 +157,10 @@ def test_fsdp_command(tmp_path):
 def test_layer_tiles(monkeypatch):
     pytest.importorskip("triton")
     said, times = [], iter(range(10_000, 0, -1))
-    monkeypatch.setattr(layer_tiles, "copy_us", lambda count, device: 1.0)
-    for direction in layers.DIRECTIONS:
-        monkeypatch.setattr(layer_tiles, f"{direction}_us", lambda *given: float(next(times)))
-    layer_tiles.sweep(first_operator(), CPU, float("inf"), said.append)
+    monkeypatch.setattr(tiles, "copy_us", lambda count, device: 1.0)
+    for direction in comparison.DIRECTIONS:
+        monkeypatch.setattr(tiles, f"{direction}_us", lambda *given: float(next(times)))
+    tiles.sweep(first_operator(), CPU, float("inf"), said.append)
     assert sum("tiles: copy" in line for line in said) == 2 and any("warps" in line for line in said)
 
 
@@ -256,7 +239,7 @@ def test_a_wrong_operator_gets_no_time(name, factor, verdict):
     def off(**leaves):
         return tuple(factor * y for y in operator.stock(**leaves))
 
-    row = layers.measured(name, operator, off, CPU, dict.fromkeys(layers.DIRECTIONS, 1.0))
+    row = comparison.measured(name, operator, off, CPU, dict.fromkeys(comparison.DIRECTIONS, 1.0))
     assert row["verdict"] == verdict and ("forward" in row) == (verdict == "ok")
 
 
@@ -451,8 +434,8 @@ def test_the_picture_has_the_runs_of_the_most_implementations():
     few, many, newer = (
         {"runs": [{"variant": name} for name in names]} for names in (["a"], ["a", "b", "b"], ["a", "c"])
     )
-    assert proof_tables.widest([many, newer, few]) is newer
-    assert proof_tables.widest([newer, many, few]) is many
+    assert tables.widest([many, newer, few]) is newer
+    assert tables.widest([newer, many, few]) is many
 
 
 def test_no_two_tables_of_steps_have_one_title():
@@ -469,7 +452,7 @@ def test_operators_of_several_days_are_one_table():
         versions = {"torch": "2"}
         return {"date": f"2026-11-{day}T10:00", "sections": sections, "versions": versions, "absent": {}}
 
-    whole = layers.together(
+    whole = comparison.together(
         [document(25, ("rope", "norm")), document(25, ()), document(26, ("norm", "gate"))]
     )
     assert whole["date"] == "2026-11-25 and 2026-11-26"
@@ -482,7 +465,7 @@ def test_parts_of_the_proof_are_shown_together():
     first |= {"left_out": ["x"], "runs": [1], "gradients": [2]}
     second = {"device": "B", "versions": {"torch": "2", "cuda": None}, "absent": {}}
     second |= {"left_out": [], "runs": [], "gradients": [3], "outcomes": [4]}
-    assert proof_tables.together([first, second]) == {
+    assert tables.together([first, second]) == {
         "device": "A and B",
         "versions": {"torch": "1 and 2", "cuda": ""},
         "absent": {},

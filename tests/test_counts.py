@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import counts
+from benchmarks.regressions import counts
 
 COMMITTED = json.loads(counts.FILE.read_text())
 

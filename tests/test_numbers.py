@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks import numbers
-from benchmarks.claims import CLAIMS
-from benchmarks.numbers import Claim, Derived, Result
+from benchmarks.pages import numbers
+from benchmarks.pages.claims import CLAIMS
+from benchmarks.pages.numbers import Claim, Derived, Result
 
 
 def test_every_number_has_a_source_that_bears_it_out():

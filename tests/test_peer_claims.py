@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.claims import WHY
-from benchmarks.peer_claims import COLUMNS, PEER_CLAIMS, RELEASES, UNSLOTH, PeerClaim, parameters
+from benchmarks.pages.claims import WHY
+from benchmarks.pages.peer_claims import COLUMNS, PEER_CLAIMS, RELEASES, UNSLOTH, PeerClaim, parameters
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,8 +17,9 @@ from axolotl.logging_config import AxolotlOrWarnErrorFilter  # noqa: E402
 from axolotl.utils.dict import DictDefault  # noqa: E402
 from pydantic import BaseModel, ConfigDict, ValidationError  # noqa: E402
 
-from benchmarks import lora, lora_peers, steps  # noqa: E402
-from benchmarks.peers import Peer, Peers  # noqa: E402
+from benchmarks.harness.registry import Peer, Peers  # noqa: E402
+from benchmarks.models import lora, steps  # noqa: E402
+from benchmarks.peers import lora as lora_peers  # noqa: E402
 from logitless.exchange import state_of  # noqa: E402
 from logitless.integrations.axolotl import (  # noqa: E402
     INCOMPATIBLE_KEYS,

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from benchmarks import sampler
-from benchmarks.layer_operators import Maker, operators
-from benchmarks.layers import both_ways
-from benchmarks.own_rows import ROWS, Row, loss_of
+from benchmarks.layers.comparison import both_ways
+from benchmarks.layers.operators import Maker, operators
+from benchmarks.losses import sampler
+from benchmarks.regressions.own_rows import ROWS, Row, loss_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import curves, gradient_errors, proof_data
-from benchmarks.ce_peers import eager_loss
-from benchmarks.curves import Size, Trainer
-from benchmarks.gradient_errors import FILTERED, SeveralChunks, measure
+from benchmarks.peers.ce import eager_loss
+from benchmarks.proof import curves, gradient_errors, sources
+from benchmarks.proof.curves import Size, Trainer
+from benchmarks.proof.gradient_errors import FILTERED, SeveralChunks, measure
 from logitless import CrossEntropyLoss
 from tests.support import DEVICE
 
@@ -41,7 +41,7 @@ class Filtered(torch.autograd.Function):
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict]:
     """Errors by implementation, on the head of a model that was trained on Python's own library."""
-    trainer = Trainer(proof_data.bytes_of_the_library(), SIZE, CPU, STEPS)
+    trainer = Trainer(sources.bytes_of_the_library(), SIZE, CPU, STEPS)
     _, _, heads = trainer.run(eager_loss, 0, STEPS, stages=(STEPS,))
     calls = {
         "ours": CrossEntropyLoss(),

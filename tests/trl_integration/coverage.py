@@ -49,6 +49,6 @@ def table() -> str:
 if __name__ == "__main__":
     print(table())
     if "--write" in sys.argv:
-        from benchmarks.pages import rewrite
+        from benchmarks.harness.report import rewrite
 
         rewrite(PAGE, "trl", table(), kind="tests")

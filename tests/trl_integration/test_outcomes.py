@@ -5,9 +5,9 @@ from math import inf, nan
 
 import pytest
 
-from benchmarks import outcomes
-from benchmarks.convergence import failed
-from benchmarks.outcomes import RECIPES, Start, measure, measured, parted, summary
+from benchmarks.proof import outcomes
+from benchmarks.proof.convergence import failed
+from benchmarks.proof.outcomes import RECIPES, Start, measure, measured, parted, summary
 
 
 @pytest.fixture(scope="module")

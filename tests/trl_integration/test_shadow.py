@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import shadow, shadow_heads, sums
-from benchmarks.shadow import LIMIT, Step
+from benchmarks.proof import shadow, shadow_heads, sums
+from benchmarks.proof.shadow import LIMIT, Step
 
 # Of the whole gradient, for the faults below
 SEEN = 5e-4

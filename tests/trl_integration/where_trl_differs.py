@@ -146,6 +146,6 @@ if __name__ == "__main__":
     text = "\n".join(table())
     print(text)
     if "--write" in sys.argv:
-        from benchmarks.pages import rewrite
+        from benchmarks.harness.report import rewrite
 
         rewrite(PAGE, "where_trl_differs", text, kind="tests")

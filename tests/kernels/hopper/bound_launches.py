@@ -12,7 +12,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from benchmarks import simulated_hopper
+from benchmarks.regressions import simulated_hopper
 from logitless.kernels import launch
 from logitless.kernels.head.cross_entropy import allocate_stats
 from logitless.kernels.head.transform import LogitTransform

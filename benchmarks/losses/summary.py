@@ -1,0 +1,104 @@
+"""The tables that compare implementations across losses: the README's, and that of docs/why.md."""
+
+from tabulate import tabulate
+
+from benchmarks.harness.report import GIB, sizes
+from benchmarks.losses import tables
+
+# (benchmark, which of its shapes, what it measures, the matrix products that it needs at least, those that
+# its yardstick has). The products are the logits and two gradients, and the logits of a reference or teacher.
+LOSSES = (
+    ("ce", 1, "cross-entropy", 3, 3),
+    ("preference", 0, "", 3, 1),
+    ("preference", 2, "", 4, 1),
+    ("policy", 0, "GRPO", 3, 1),
+    ("distillation", 0, "JSD", 4, 4),
+)
+# docs/why.md has one more shape, at which torch's function was timed.
+COMPARED = (LOSSES[0], ("ce", 0, "cross-entropy", 3, 3), *LOSSES[1:])
+COLUMNS = {
+    "full logits": "eager",
+    "torch.compile": "torch.compile",
+    "Liger": "Liger",
+    "TRL": "TRL",
+    "**logitless**": "logitless",
+}
+
+# The rows of docs/why.md: how each implementation is called there, and the names of its measured rows.
+IMPLEMENTATIONS = {
+    "**logitless**": ("logitless",),
+    "full logits, PyTorch": ("eager, fp32 upcast",),
+    "full logits, torch.compile": ("torch.compile",),
+    "torch `F.linear_cross_entropy`, chunked": ("torch F.linear_cross_entropy",),
+    "Liger (Triton; JSD: its chunked loss)": ("Liger", "Liger chunked_loss"),
+    "Liger with sums in fp32": ("Liger, accum_dtype fp32",),
+    "Liger's scaled cross-entropy (CuTe)": ("Liger scaled CE",),
+    "Cut Cross-Entropy, filtered (its default)": ("CCE (filtered)",),
+    "Cut Cross-Entropy, exact": ("CCE (exact)",),
+    "QuACK": ("QuACK",),
+    "TRL's chunked kernels": ("TRL ChunkedLogProb", "TRL ChunkedDivergence"),
+}
+
+
+def losses(documents: dict[str, dict]) -> str:
+    """Time and peak memory of each kind of loss that was measured, in Markdown."""
+    body, devices = [], set()
+    for name, place, what, _, _ in LOSSES:
+        if name not in documents or place >= len(documents[name]["sections"]):
+            continue
+        section = documents[name]["sections"][place]
+        devices.add(documents[name]["device"])
+        shape = ", ".join(filter(None, (what, sizes(section["shape"]))))
+        cells = [cell(section["rows"], prefix) for prefix in COLUMNS.values()]
+        body.append([shape, *cells[:-1], f"**{cells[-1]}**"])
+    caption = (
+        f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head. Peak memory "
+        "beyond the inputs, gradients included. Where a library has several implementations, the fastest is "
+        "shown. Versions, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+    )
+    return f"{_table(body, ['loss', *COLUMNS])}\n\n{caption}"
+
+
+def cell(rows: list[dict], prefix: str) -> str:
+    """Time and memory: of ours with its defaults, of a peer's several ways the fastest."""
+    found = [row for row in rows if row["name"].startswith(prefix)]
+    right = [row for row in found if row["verdict"] == "ok"]
+    if not right:
+        return found[0]["verdict"] if found else ""
+    row = right[0] if prefix == "logitless" else min(right, key=lambda row: row["ms"])
+    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.1f} GiB"
+    return f"{row['ms']:.0f} ms{memory}"
+
+
+def implementations(documents: dict[str, dict]) -> str:
+    """Time as a multiple of the products that each loss needs, and peak memory, of every implementation, in
+    Markdown."""
+    measured = [each for each in COMPARED if each[0] in documents]
+    body = []
+    for title, names in IMPLEMENTATIONS.items():
+        cells = []
+        for benchmark, place, _, needed, counted in measured:
+            rows = documents[benchmark]["sections"][place]["rows"]
+            row = next((row for row in rows if row["name"] in names), None)
+            if row and row["verdict"] == "ok":
+                row = row | {"ratio": row["ratio"] * counted / needed}
+            cells.append(tables.cell(row))
+        body.append([title, *cells])
+    headers = [""]
+    for benchmark, place, what, needed, _ in measured:
+        section = documents[benchmark]["sections"][place]
+        shape = ", ".join(filter(None, (what, sizes(section["shape"]))))
+        headers.append(f"{shape}; {needed} products")
+    devices = ", ".join(sorted({documents[benchmark]["device"] for benchmark, *_ in measured}))
+    return (
+        f"{_table(body, headers)}\n\nOne {devices}, bf16, forward and backward with a trainable head. "
+        "Time as a multiple of the matrix products that the loss needs, measured in the same run; the header "
+        "of each column has their number (for DPO with the logits of the reference, for the JSD with those "
+        "of the teacher). Peak memory beyond the inputs, gradients included. An empty cell was not "
+        "measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."
+    )
+
+
+def _table(body: list[list[str]], headers: list[str]) -> str:
+    align = ("left",) * len(headers)
+    return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True)

@@ -1,0 +1,760 @@
+"""The sentences of README.md and docs that have measured numbers, and where each number comes from.
+
+`python -m benchmarks numbers` lists all of them; tests/test_numbers.py compares them with the result files. A
+number in a sentence is rounded as it is printed.
+"""
+
+from collections.abc import Callable
+
+from benchmarks.harness.measure import LOSS_LIMIT
+from benchmarks.harness.report import GIB
+from benchmarks.pages.numbers import Claim, Derived, Result, Source, document
+from benchmarks.proof import curves
+
+README = "README.md"
+BENCHMARKS = "docs/benchmarks.md"
+INDEX = "docs/index.md"
+WHY = "docs/why.md"
+STEPS = "trl.json"
+SAMPLER = "sampler.json"
+SPECULATORS = "speculators.json"
+FUSED_KL = "speculators, fused kernel"
+
+
+def row(file: str, section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
+    """A number of one row of one section."""
+    return Result(file, ("sections", section, "rows", name, key), unit)
+
+
+def ce(section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
+    """A number of cross-entropy."""
+    return row("ce.json", section, name, key, unit)
+
+
+def extremes(name: str, key: str, sections: tuple[int, ...], unit: float = 1.0) -> tuple[Derived, Derived]:
+    """The least and the most of one implementation of cross-entropy over shapes."""
+    sources = tuple(ce(section, name, key, unit) for section in sections)
+    return (
+        Derived("the least", lambda *values: min(values), sources),
+        Derived("the most", lambda *values: max(values), sources),
+    )
+
+
+def peak(file: str, section: int, name: str = "logitless") -> Result:
+    return row(file, section, name, "peak_bytes", GIB)
+
+
+def beyond(file: str, section: int) -> Result:
+    return row(file, section, "logitless", "beyond_gradients_bytes", GIB)
+
+
+def ms(file: str, section: int, name: str) -> Result:
+    return row(file, section, name, "ms")
+
+
+def shorter(file: str, section: int, stock: str, ours: str) -> Derived:
+    """By how many percent a step of ours is shorter than the stock one."""
+    formula = "100 (1 - ours / stock)"
+    sources = (ms(file, section, ours), ms(file, section, stock))
+    return Derived(formula, lambda ours, stock: 100 * (1 - ours / stock), sources)
+
+
+def over_target(of: str, section: int) -> Derived:
+    """By how many percent our ratio is above its target."""
+    sources = tuple(row(f"{of}.json", section, "logitless", key) for key in ("ratio", "target"))
+    return Derived("100 (ratio / target - 1)", lambda ratio, target: 100 * (ratio / target - 1), sources)
+
+
+def ratio(above: Source, below: Source) -> Derived:
+    return Derived("one divided by the other", lambda x, y: x / y, (above, below))
+
+
+def stated(value: float, why: str) -> Derived:
+    """A number that follows from a definition and not from a measurement."""
+    return Derived(why, lambda: value)
+
+
+def chunk_costs(chunk: int) -> list[float]:
+    """By how many percent the products of chunks of this size are slower than at a shape's best size."""
+    costs = []
+    for section in document("gemm-h200.json")["sections"]:
+        times = {row["chunk"]: row["us_per_token"] for row in section["rows"] if row["d_weight"] == "fp32"}
+        costs.append(100 * (times[chunk] / min(times.values()) - 1))
+    return costs
+
+
+def sum_costs(chunk: int) -> list[float]:
+    """By how many percent a sum of d_weight in fp32 makes the products slower than overwriting d_weight."""
+    costs = []
+    for section in document("gemm-h200.json")["sections"]:
+        times = {row["d_weight"]: row["us_per_token"] for row in section["rows"] if row["chunk"] == chunk}
+        costs.append(100 * (times["fp32"] / times["overwrite"] - 1))
+    return costs
+
+
+def of_compile(name: str, **where: object) -> list[float]:
+    """Times of small calls, of 512 tokens and more, divided by those of torch.compile."""
+    ratios = []
+    for section in document("small.json")["sections"]:
+        if section["tokens"] >= 512 and where.items() <= section.items():
+            rows = {row["name"]: row for row in section["rows"]}
+            ratios += [rows[name][key] / rows["torch.compile"][key] for key in ("ratio", "hot_ratio")]
+    return ratios
+
+
+def between(costs: Callable[[int], list[float]], chunk: int) -> tuple[Derived, Derived]:
+    """The least and the most over the shapes of gemm-h200.json."""
+    where = f"benchmarks/results/gemm-h200.json, chunks of {chunk}: {costs.__doc__}"
+    return (
+        Derived(f"the least: {where}", lambda: min(costs(chunk))),
+        Derived(f"the most: {where}", lambda: max(costs(chunk))),
+    )
+
+
+# The default of logits_budget in GiB, and the cards that it belongs to.
+BUDGET = "logitless/engine/budget.py: default_budget"
+LARGE, LARGE_CARD, SMALLER, CPU = (
+    stated(2.5, BUDGET),
+    stated(60, BUDGET),
+    stated(1, BUDGET),
+    stated(256, BUDGET),
+)
+ON_CPU = ratio(ms("ce-cpu.json", 0, "logitless"), ms("ce-cpu.json", 0, "eager, fp32 upcast"))
+BUDGET_STEPS = "step-budget.json"
+STEP_OF = {
+    name: ms("step.json", 0, name) for name in ("stock", "our loss", "our layers", "our loss + our layers")
+}
+SMALL = f"benchmarks/results/small.json: {of_compile.__doc__}"
+REPLAYED = (
+    Derived(f"the least: {SMALL}", lambda: min(of_compile("logitless"))),
+    Derived(f"the most: {SMALL}", lambda: max(of_compile("logitless"))),
+)
+UNCAPTURED = Derived(
+    f"the most with 512 tokens: {SMALL}",
+    lambda: max(of_compile("logitless, without CUDA graphs", tokens=512)),
+)
+# Shapes of cross-entropy: with 8,192 tokens and more, and with 2,048.
+MANY_TOKENS, FEW = (0, 1, 2, 3), 6
+TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(9)), unit=0.01)
+FSDP = [shorter("fsdp.json", place, "stock", "our loss + our layers") for place in (0, 1)]
+
+PROOF_PAGE = "docs/proof.md"
+PROOF = "convergence.json"
+CURVES = "convergence-curves.json"
+OUTCOMES = "convergence-outcomes.json"
+FP32_LOGITS, UPCAST = "logitless, fp32 logits", "eager, fp32 upcast"
+READ, STEP_0, STEP_500 = 0, 4, 6  # heads of cross-entropy, as they stand in the result
+READ_DPO, READ_GRPO = 1, 2
+
+
+def off(section: int, name: str, gradient: str = "d_hidden", key: str = "error") -> Result:
+    """The error of a gradient on a trained head, in percent."""
+    return Result(PROOF, ("gradients", section, "rows", name, gradient, key), 0.01)
+
+
+def negative(source: Source) -> Derived:
+    """The number without its minus, which stands in the sentence."""
+    return Derived("less", lambda value: -value, (source,))
+
+
+def curve(name: str, *keys: str | int, file: str = CURVES) -> Result:
+    """A statistic of the training runs."""
+    return Result(file, ("statistics", "rows", name, *keys))
+
+
+def curve_of(statistic: Callable[[dict, dict], float], seed: int, name: str = "logitless") -> Derived:
+    """A distance between the runs of one seed."""
+
+    def distance() -> float:
+        runs = {run["name"]: run for run in document(CURVES)["runs"]}
+        return statistic(runs[curves.key(curves.EAGER, seed)], runs[curves.key(name, seed)])
+
+    where = f"benchmarks/results/{CURVES}: runs of {name} and eager, seed {seed}"
+    return Derived(f"{statistic.__name__}: {where}", distance)
+
+
+def held_out(name: str) -> tuple[Source, Source]:
+    """The interval of a held-out difference, -{} to +{}."""
+    return negative(curve(name, "interval", 0)), curve(name, "interval", 1)
+
+
+def null(*keys: str, file: str = CURVES) -> Result:
+    return Result(file, ("statistics", "null", *keys))
+
+
+def times_null(name: str) -> Derived:
+    """Of the runs of all implementations."""
+    return ratio(curve(name, "early", file=PROOF), null("early", file=PROOF))
+
+
+EARLY_BY_SEED = tuple(
+    ratio(curve_of(curves.early, seed), null("by_seed", str(seed), "early")) for seed in range(4)
+)
+EARLY_FACTORS = (
+    Derived("the least", lambda *values: min(values), EARLY_BY_SEED),
+    Derived("the most", lambda *values: max(values), EARLY_BY_SEED),
+)
+
+
+def outcome(name: str, *keys: str | int, unit: float = 1.0) -> Result:
+    """The metric of a recipe."""
+    return Result(OUTCOMES, ("outcomes", name, *keys), unit)
+
+
+def trained(name: str) -> tuple[Source, Source]:
+    """The metric before and after the stock runs."""
+    return outcome(name, "before"), outcome(name, "stock")
+
+
+def paired(name: str, variant: str = "flag", unit: float = 1.0) -> tuple[Source, Source]:
+    """The interval of the difference to stock, -{} to +{}."""
+    return (
+        negative(outcome(name, variant, "interval", 0, unit=unit)),
+        outcome(name, variant, "interval", 1, unit=unit),
+    )
+
+
+def largest_missed(name: str) -> Derived:
+    return Derived("the larger end", lambda *ends: max(ends), paired(name))
+
+
+def share_missed(name: str) -> Derived:
+    """The larger end of the interval in percent of what the stock runs changed."""
+    return Derived(
+        "100 x the larger end / |after - before|",
+        lambda end, before, after: 100 * end / abs(after - before),
+        (largest_missed(name), *trained(name)),
+    )
+
+
+def portable(section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
+    return row("ce-portable.json", section, name, key, unit)
+
+
+def longer(section: int) -> Derived:
+    """By how many percent fp32 logits make a call longer."""
+    sources = (ms("ce-portable.json", section, FP32_LOGITS), ms("ce-portable.json", section, "logitless"))
+    return Derived("100 (fp32 / rounded - 1)", lambda wide, low: 100 * (wide / low - 1), sources)
+
+
+def more_memory(section: int) -> Derived:
+    sources = (peak("ce-portable.json", section, FP32_LOGITS), peak("ce-portable.json", section))
+    return Derived("the difference of the peaks", lambda wide, low: wide - low, sources)
+
+
+def portable_errors(*names: str) -> tuple[Source, ...]:
+    """Of d_hidden at the first shape, times 1,000."""
+    return tuple(portable(0, name, "d_hidden_error", 1e-3) for name in names)
+
+
+ABOVE_EAGER = tuple(
+    Derived(
+        "100 (ours / eager - 1)",
+        lambda ours, eager: 100 * (ours / eager - 1),
+        tuple(portable(section, name, key) for name in ("logitless", UPCAST)),
+    )
+    for section in (0, 1)
+    for key in ("d_hidden_error", "d_weight_error")
+)
+
+
+AGAINST_FP64 = "tests/layers/test_fuse_layers.py: test_the_error_against_fp64_is_that_of_the_stock_models"
+HOPPER = "logitless/kernels/hopper/product_tiles_triton.py: GROUP_BYTES"
+MORE_MEMORY = Derived(
+    "the most that a peak with the flag exceeds stock's, GRPO with 16 sequences",
+    lambda ours, stock: ours - stock,
+    (peak(STEPS, 6), peak(STEPS, 6, "TRL")),
+)
+
+SHADOW_MOST = Derived(
+    "the largest of the fp32 runs, times 1e6",
+    lambda: 1e6 * max(each["largest"] for each in document(PROOF)["shadow"] if each["dtype"] == "float32"),
+)
+SHADOW_STEPS = Derived(
+    "steps of the fp32 runs",
+    lambda: sum(len(each["steps"]) for each in document(PROOF)["shadow"] if each["dtype"] == "float32"),
+)
+SFT_BF16 = 1  # as it stands in the result
+
+NINETY_FIVE = stated(95, "benchmarks/proof/curves.py: interval")
+
+START = "docs/start.md"
+CARD = "the memory of a card"
+
+CLAIMS = (
+    Claim(
+        START,
+        "a step of {} ms with fused LoRA layers and {} ms with PEFT's, in {} and {} GiB",
+        (
+            ms("lora-8b.json", 0, "grouped"),
+            ms("lora-8b.json", 0, "PEFT"),
+            peak("lora-8b.json", 0, "grouped"),
+            peak("lora-8b.json", 0, "PEFT"),
+        ),
+    ),
+    Claim(
+        START,
+        "a peak of {} GiB and {} ms a step, with PEFT's layers {} GiB and {} ms",
+        (
+            peak("lora-4bit.json", 0, "grouped, 4-bit base"),
+            ms("lora-4bit.json", 0, "grouped, 4-bit base"),
+            peak("lora-4bit.json", 0, "PEFT, 4-bit base"),
+            ms("lora-4bit.json", 0, "PEFT, 4-bit base"),
+        ),
+    ),
+    Claim(START, "with TRL, one GPU of {} GB", (stated(80, CARD),)),
+    Claim(START, "of a 4-bit base, one GPU of {} GB", (stated(24, CARD),)),
+    Claim(START, "a GPU of {} GB. The kernels", (stated(24, CARD),)),
+    Claim(START, "of a GPU below {} GiB, at most {} GiB", (LARGE_CARD, SMALLER)),
+    Claim(
+        README,
+        "cross-entropy with gradients takes {} GiB and {} ms on one H100; PyTorch with full logits takes "
+        "{} GiB and {} ms",
+        (
+            *(
+                ce(1, name, key, unit)
+                for name in ("logitless", "eager, fp32 upcast")
+                for key, unit in (("peak_bytes", GIB), ("ms", 1.0))
+            ),
+        ),
+    ),
+    Claim(
+        README,
+        "takes {} ms with TRL alone, {} ms with our loss, {} ms with our layers and {} ms with both",
+        tuple(STEP_OF.values()),
+    ),
+    Claim(
+        README,
+        "torch.compile of the layers takes it to {} ms, and to {} ms with our loss",
+        (ms("step.json", 0, "compiled layers"), ms("step.json", 0, "our loss + compiled layers")),
+    ),
+    *(
+        Claim(INDEX, f"| {step} | {{}} ms |", (source,))
+        for step, source in zip(
+            (
+                "TRL alone",
+                "with the loss of logitless",
+                "with the layers of logitless",
+                "with loss and layers of logitless",
+            ),
+            STEP_OF.values(),
+            strict=True,
+        )
+    ),
+    Claim(INDEX, "| with Liger's layers | {} ms |", (ms("step.json", 0, "Liger's layers"),)),
+    Claim(
+        INDEX,
+        "| with compiled layers (torch.compile) | {} ms |",
+        (ms("step.json", 0, "compiled layers"),),
+    ),
+    *(
+        Claim(
+            "docs/activations.md",
+            f"| {budget} | {{}} ms | {{}} GiB |",
+            (ms(BUDGET_STEPS, 0, name), peak(BUDGET_STEPS, 0, name)),
+        )
+        for budget, name in (
+            ("none, gradient checkpointing", "our loss + our layers"),
+            ("a quarter", "our loss + our layers, 25%"),
+            ("half", "our loss + our layers, 50%"),
+            ("three quarters", "our loss + our layers, 75%"),
+            ("everything", "our loss + our layers, 100%"),
+        )
+    ),
+    Claim(
+        README,
+        "is {}% shorter for SFT, and with {} of its 32 layers {}% for DPO",
+        (FSDP[0], Result("fsdp.json", ("sections", 1, "layers")), FSDP[1]),
+    ),
+    Claim(README, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
+    Claim(
+        WHY,
+        "shortens a step by {} to {}% at 16,384 tokens",
+        (shorter(STEPS, 5, "TRL", "logitless"), shorter(STEPS, 1, "TRL", "logitless")),
+    ),
+    Claim(
+        WHY,
+        "shortens the step of a 0.6B model from {} to {} ms",
+        (STEP_OF["stock"], STEP_OF["our layers"]),
+    ),
+    Claim(
+        WHY,
+        "takes {} times the products and ours {}",
+        (ce(3, "QuACK", "hot_ratio"), ce(3, "logitless", "hot_ratio")),
+    ),
+    Claim(
+        "docs/howto/small-batches.md",
+        "is replayed as a CUDA graph takes {} to {} times the time of",
+        REPLAYED,
+    ),
+    Claim("docs/howto/small-batches.md", "a call of 512 tokens takes up to {} times as long", (UNCAPTURED,)),
+    Claim(
+        WHY,
+        "is off by {}% with the filter and by {}% without it, that of logitless by {}%",
+        tuple(off(READ, name) for name in ("CCE (filtered)", "CCE (no filter)", "logitless")),
+    ),
+    Claim(BENCHMARKS, "its loss is off by {} to {}%", TORCH_OFF),
+    Claim(WHY, "Its loss is off by {} to {}%", TORCH_OFF),
+    *(
+        Claim(
+            page,
+            "off by more than {}%",
+            (stated(100 * LOSS_LIMIT, "benchmarks/harness/measure.py: LOSS_LIMIT"),),
+        )
+        for page in (BENCHMARKS, WHY)
+    ),
+    Claim(
+        BENCHMARKS,
+        "cross-entropy of logitless takes {} to {} times the products at the four shapes with 8,192 tokens "
+        "and more, QuACK {} to {} at the three of them that it runs, and torch.compile of full logits {} to "
+        "{}",
+        (
+            *extremes("logitless", "hot_ratio", MANY_TOKENS),
+            *extremes("QuACK", "hot_ratio", MANY_TOKENS[1:4]),
+            *extremes("torch.compile", "hot_ratio", MANY_TOKENS),
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "a step of a 0.6B model is {}% shorter for SFT, {}% for ORPO and {}% for DPO",
+        tuple(shorter(STEPS, place, "TRL", "logitless") for place in (1, 3, 5)),
+    ),
+    Claim(
+        BENCHMARKS,
+        "its model, reference and AdamW take {} GiB a rank",
+        (row("fsdp.json", 1, "stock", "peak_bytes", GIB),),
+    ),
+    Claim(
+        BENCHMARKS,
+        "takes {} GiB beyond its gradients, and one of 32,768 tokens {} GiB",
+        (beyond("dpo-length.json", 2), beyond("dpo-length.json", 5)),
+    ),
+    Claim(
+        BENCHMARKS,
+        "takes {} GiB beyond its gradients, and of 131,072 tokens {} GiB",
+        (beyond("distillation-length.json", 0), beyond("distillation-length.json", 2)),
+    ),
+    Claim(
+        BENCHMARKS,
+        "32 pairs of 1,024 tokens takes {} GiB, with 128 pairs {} GiB. "
+        "With full logits torch.compile takes {} GiB and {} GiB",
+        tuple(
+            peak("orpo-batch.json", place, name)
+            for name in ("logitless", "torch.compile")
+            for place in (0, 2)
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "with H 2,048 it takes {} times its products (target {}), with V 256,000 {} ({}), with H 1,024 {} "
+        "({})",
+        tuple(
+            source
+            for place in (1, 2, 3)
+            for source in (ce(place, "logitless"), row("ce.json", place, "logitless", "target"))
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "ORPO misses by {}%, DPO by {}%, with a frozen head by {}%, and the JSD by {}%",
+        (*(over_target("preference", place) for place in (0, 2, 3)), over_target("distillation", 0)),
+    ),
+    Claim(BENCHMARKS, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
+    Claim(
+        "docs/choosing.md",
+        "Default: {} GiB on GPUs with at least {} GiB; on smaller GPUs 1/32 of the memory, at most {} GiB; "
+        "{} MiB",
+        (LARGE, LARGE_CARD, SMALLER, CPU),
+    ),
+    Claim(
+        "docs/troubleshooting.md",
+        "({} GiB by default on GPUs with at least {} GiB; smaller GPUs 1/32 of the memory, at most {} GiB)",
+        (LARGE, LARGE_CARD, SMALLER),
+    ),
+    Claim(
+        "docs/trl.md",
+        "The default is {} GiB on GPUs with at least {} GiB, and 1/32 of the memory, at most {} GiB",
+        (LARGE, LARGE_CARD, SMALLER),
+    ),
+    Claim(
+        "docs/trl.md",
+        "from {} to {} GiB in a step with 16,384 tokens and a budget of {} GiB",
+        (peak(STEPS, 3, "TRL"), peak(STEPS, 3), LARGE),
+    ),
+    Claim(BENCHMARKS, "are the default of an H100: {} GiB", (LARGE,)),
+    Claim("docs/trl.md", "take up to {} GiB more", (MORE_MEMORY,)),
+    Claim(
+        "docs/quickstart.md",
+        "a tensor of {} GiB in bf16",
+        (stated(16_384 * 151_936 * 2 / GIB, "16,384 x 151,936 x 2 bytes"),),
+    ),
+    Claim("docs/layers.md", "above {}%", (stated(100, "as fast as a copy"),)),
+    Claim(
+        "docs/layers.md",
+        "at most {} times as large on average over the families, and at most {} times",
+        (stated(1.02, AGAINST_FP64), stated(1.25, AGAINST_FP64)),
+    ),
+    Claim(
+        "docs/design.md",
+        "4,096 rows cost {}-{}% over a shape's best size, 2,048 rows {}-{}%, 1,024 rows {}-{}%",
+        (*between(chunk_costs, 4096), *between(chunk_costs, 2048), *between(chunk_costs, 1024)),
+    ),
+    Claim(
+        "docs/design.md",
+        "This costs {}-{}% (chunks of 4,096 rows) or {}-{}% (2,048)",
+        (*between(sum_costs, 4096), *between(sum_costs, 2048)),
+    ),
+    Claim(
+        "docs/howto/speculators.md",
+        "in bf16 these are {} GB",
+        (stated(4 * 8192 * 151_936 * 2 / 1e9, "4 x 8,192 x 151,936 x 2 bytes"),),
+    ),
+    Claim(
+        "docs/howto/speculators.md",
+        "ours takes {} times its matrix products and {} GiB, torch.compile {} and {} GiB, the fused "
+        "kernel {} and {} GiB",
+        tuple(
+            row(SPECULATORS, 2, name, key, unit)
+            for name in ("logitless", "torch.compile", FUSED_KL)
+            for key, unit in (("ratio", 1.0), ("peak_bytes", GIB))
+        ),
+    ),
+    Claim(
+        "docs/howto/speculators.md",
+        "the fastest after a pause: {}, torch.compile {}, ours {}. In calls that follow each other ours "
+        "takes {}, the fused kernel {}",
+        (
+            *(row(SPECULATORS, 0, name) for name in (FUSED_KL, "torch.compile", "logitless")),
+            *(row(SPECULATORS, 0, name, "hot_ratio") for name in ("logitless", FUSED_KL)),
+        ),
+    ),
+    Claim(
+        "docs/sampling.md",
+        "a call takes {} ms, without sets {} ms, and with full logits {} ms. "
+        "The peak memory is {} GiB, {} GiB and {} GiB",
+        tuple(
+            Result(SAMPLER, ("rows", place, key), unit)
+            for key, unit in (("ms", 1.0), ("peak_bytes", GIB))
+            for place in (18, 19, 20)
+        ),
+    ),
+    Claim(
+        "docs/sampling.md",
+        "reports a mean ratio of {} and {}%",
+        (stated(0.896, "TRL's issue 7269"), stated(52, "TRL's issue 7269")),
+    ),
+    Claim("docs/recipes.md", "both flags took {} ms in another", (STEP_OF["our loss + our layers"],)),
+    Claim("docs/design.md", "hidden states, {} MiB, stay", (stated(16, HOPPER),)),
+    Claim(
+        "docs/howto/distributed.md",
+        "is named after {} seconds",
+        (stated(30, "logitless/parallel/agreement.py"),),
+    ),
+    *(
+        Claim(page, text, tuple(off(READ, name) for name in ("logitless", "eager", "eager, fp32 logits")))
+        for page, text in (
+            (
+                README,
+                "is off by {}% on the head of a trained model, with PyTorch's bf16 logits by {}%, with fp32 "
+                "logits by {}%",
+            ),
+            (
+                PROOF_PAGE,
+                "is off by {}% with logitless, and by {}% with PyTorch's, TRL's and Liger's bf16 "
+                "logits. Full logits in fp32 are nearest on every head: {}%",
+            ),
+        )
+    ),
+    Claim(PROOF_PAGE, "and by {}% with PyTorch's, TRL's", (off(READ, "TRL"),)),
+    Claim(PROOF_PAGE, "and by {}% with PyTorch's, TRL's and Liger's", (off(READ, "Liger"),)),
+    Claim(
+        PROOF_PAGE,
+        "logitless is farther off ({}%) than PyTorch ({}%)",
+        (off(STEP_0, "logitless"), off(STEP_0, "eager")),
+    ),
+    Claim(PROOF_PAGE, "by {}e-6 at most, in {} steps of training", (SHADOW_MOST, SHADOW_STEPS)),
+    Claim(
+        PROOF_PAGE,
+        "whose largest logit is {} on average",
+        (Result(PROOF, ("gradients", READ, "facts", "largest logit")),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "{} times nearer to the truth than eager in the gradient of the hidden states, and {} times in",
+        tuple(
+            ratio(off(READ, "eager", gradient), off(READ, "logitless", gradient))
+            for gradient in ("d_hidden", "d_weight")
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the largest logit is {} after 500 steps, and the distance is smaller: {}% against {}%",
+        (
+            Result(PROOF, ("gradients", STEP_500, "facts", "largest logit")),
+            off(STEP_500, "logitless"),
+            off(STEP_500, "eager"),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "rounds the gradient of the hidden states more often: {}% against {}%",
+        (off(STEP_0, "logitless"), off(STEP_0, "eager")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        '"its rows, {}%" is the error that {}% of',
+        (stated(99, "the quantile"), stated(1, "100 - 99")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the noise of the head's gradient is {}% of its norm",
+        (Result(PROOF, ("gradients", READ, "facts", "noise of d_weight between batches"), 0.01),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "with a noise of {}% of their size",
+        (stated(5, "benchmarks/proof/gradient_errors.py: preference"),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "is {}% too long on SmolLM2's head, and its loss is off by {}",
+        (
+            off(READ_DPO, "eager", key="gain"),
+            Result(PROOF, ("gradients", READ_DPO, "rows", "eager", "loss_error")),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "{} of {} rows of exactly 0 where",
+        (
+            Result(PROOF, ("gradients", READ_GRPO, "rows", "eager", "d_hidden", "zero_rows")),
+            Result(PROOF, ("gradients", READ_GRPO, "shape", "N")),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "gradient is {}% off although its loss agrees with ours to {}e-7",
+        (
+            Result(PROOF, ("shadow", SFT_BF16, "stock_error"), 0.01),
+            Result(PROOF, ("shadow", SFT_BF16, "largest_loss_difference"), 1e-7),
+        ),
+    ),
+    Claim(PROOF_PAGE, "mean and {}% interval", (NINETY_FIVE,)),
+    Claim(
+        PROOF_PAGE,
+        "The {}% interval of the held-out difference is -{} to +{} nats, so that a difference of {} could",
+        (NINETY_FIVE, *held_out("logitless"), held_out("logitless")[0]),
+    ),
+    Claim(PROOF_PAGE, "repetitions are, by a factor of {} to {}", EARLY_FACTORS),
+    Claim(
+        PROOF_PAGE,
+        "The {}% interval of the difference in accuracy is -{} to +{} for SFT, whose accuracy rises from {} "
+        "to {}. GRPO did not learn: its accuracy falls from {} to {}, and its interval is -{} to +{}",
+        (NINETY_FIVE, *paired("SFT"), *trained("SFT"), *trained("GRPO"), *paired("GRPO")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "off by {}e-3, and by {}e-3 with PyTorch's bf16 logits. reduces the error to {}e-3, and "
+        "takes {} to {}% more time",
+        (*portable_errors("logitless", UPCAST, FP32_LOGITS), longer(1), longer(0)),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "In the first table its early distance is {} to {} times the null's largest",
+        EARLY_FACTORS,
+    ),
+    Claim(
+        PROOF_PAGE,
+        "In the second table the early distance is {} times the null's largest",
+        (times_null("logitless"),),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "null in one of the four seeds: {} in seed 1, where the null reaches {}",
+        (curve_of(curves.late, 1), null("by_seed", "1", "late")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "in the first table is -{} to +{} nats. A difference within it is not excluded. To call logitless "
+        "equivalent, the interval would have to lie within {}",
+        (
+            *held_out("logitless"),
+            Derived("a fifth", lambda x: curves.MARGIN * x, (null("deviation_between_seeds"),)),
+        ),
+    ),
+    Claim(PROOF_PAGE, "three seeds is wide: -{} to +{} nats", held_out("TRL")),
+    Claim(PROOF_PAGE, "it then answers {}% of the", (outcome("SFT", "before", unit=0.01),)),
+    Claim(
+        PROOF_PAGE,
+        "the accuracy rises from {} to {}. The interval of the flag is -{} to +{}: a difference of {}, that "
+        "is {}% of this gain",
+        (*trained("SFT"), *paired("SFT"), largest_missed("SFT"), share_missed("SFT")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "**SFT with LoRA**: from {} to {}, interval -{} to +{}",
+        (*trained("SFT, LoRA"), *paired("SFT, LoRA")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the margin rises from {} to {} nats. The interval of the flag is -{} to +{} nats",
+        (*trained("DPO"), *paired("DPO")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "The interval of the null, -{} to -{}, excludes 0",
+        (paired("DPO", "moved")[0], negative(paired("DPO", "moved")[1])),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "The accuracy falls from {} to {}, with the flag and without. The interval is -{} to +{}: a "
+        "difference of {}, that is {}% of this fall",
+        (*trained("GRPO"), *paired("GRPO"), largest_missed("GRPO"), share_missed("GRPO")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the KL falls from {} to {} nats. The interval is -{}e-5 to +{}e-5 nats",
+        (*trained("distillation"), *paired("distillation", unit=1e-5)),
+    ),
+    Claim(PROOF_PAGE, "the accepted length rises from {} to {}", trained("Medusa")),
+    Claim(
+        PROOF_PAGE,
+        "a call takes {} times the bare products in place of {} at the first shape, and {} in place of {} at "
+        "the second: {}% and {}% longer",
+        (
+            *(portable(section, name) for section in (0, 1) for name in (FP32_LOGITS, "logitless")),
+            longer(0),
+            longer(1),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the peak is {} GiB higher at the first shape, where the budget then gives two chunks in place of "
+        "one, and {} GiB at the second",
+        (more_memory(0), more_memory(1)),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "is off by {}e-3 by default, by {}e-3 with eager, and by {}e-3 with fp32 logits",
+        portable_errors("logitless", UPCAST, FP32_LOGITS),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "its errors in both gradients are {} to {}% above those of eager",
+        (
+            Derived("the least", lambda *values: min(values), ABOVE_EAGER),
+            Derived("the most", lambda *values: max(values), ABOVE_EAGER),
+        ),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "the rounding costs more on Hopper: {}% with bf16 logits, against {}%",
+        (off(READ, "logitless, bf16 logits"), off(READ, "logitless")),
+    ),
+    Claim(
+        PROOF_PAGE,
+        "(second table): the early distance is {} times the null's",
+        (times_null("CCE (filtered)"),),
+    ),
+    Claim(PROOF_PAGE, "for which {}% is expected", (stated(0.24, "two roundings in place of three"),)),
+)
