@@ -128,8 +128,8 @@ def test_two_graphs_serve_every_length(loss):
 
 
 FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
-# One loss for each kind of objective and unit. It starts with a graph for one length alone, and a length of one
-# takes a third graph. The others start with the graph for every length; with --all, none does.
+# One loss for each kind of objective and unit. It starts with a graph for one length alone, and a length of
+# one takes a third graph. The others start with the graph for every length; with --all, none does.
 ONE_OF_EACH = ("logprobs", "DPO", "KTO", "GRPO, whole sequences", "JSD", "top-k teacher", "Medusa")
 
 
