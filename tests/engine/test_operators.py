@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logitless import CrossEntropyLoss, DPOLoss, LogitsLoss, Term, TokenLoss
+from tests.ranks import in_processes
 from tests.support import DEVICE, NEW_DYNAMO, EngineCalls, relative_error
 
 H, V = 8, 40
@@ -190,27 +191,21 @@ def test_copies(make):
     torch.testing.assert_close(compiled(other, *arguments), focal(*arguments, other))
 
 
-def in_another_process(loss, arguments, queue) -> None:
+def in_another_process(loss: Focal, arguments: list) -> list[float]:
     """Compiles and calls a loss that came from another process."""
-    torch.set_num_threads(1)
     hidden, weight, targets = (torch.tensor(x) for x in arguments)
     compiled = torch.compile(lambda *x: loss(*x).loss, backend="aot_eager", fullgraph=True)
     other = torch.compile(lambda *x: replace(loss, gamma=3.0)(*x).loss, backend="aot_eager")
-    queue.put((compiled(hidden, weight, targets).item(), other(hidden, weight, targets).item()))
+    return [compiled(hidden, weight, targets).item(), other(hidden, weight, targets).item()]
 
 
-def test_a_loss_goes_to_a_spawned_process():
+def test_a_loss_goes_to_another_process():
     """One that was compiled here, and has a name here."""
     loss, arguments = Focal(gamma=0.7), [x.detach().cpu() for x in head(6)]
     torch.compile(lambda *x: loss(*x).loss, backend="aot_eager", fullgraph=True)(*arguments)
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=in_another_process, args=(loss, [x.tolist() for x in arguments], queue))
-    process.start()
-    process.join(200)
-    assert process.exitcode == 0
-    expected = focal(*arguments, loss).item(), focal(*arguments, replace(loss, gamma=3.0)).item()
-    assert queue.get() == pytest.approx(expected, rel=1e-5)
+    (actual,) = in_processes(1, in_another_process, loss, [x.tolist() for x in arguments])
+    expected = [focal(*arguments, loss).item(), focal(*arguments, replace(loss, gamma=3.0)).item()]
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_four_threads_compile_and_call_at_once():

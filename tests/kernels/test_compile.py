@@ -183,29 +183,32 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                 losses += [out.logps, out.lse, *([out.entropy] if entropy is True else [])]
             for x in (logits_dtype, dtype):
                 linear_topk(h, w, 5, bias=b if bias else None, **head | {"logits_dtype": x})
-        kinds = (
-            ("jsd", 0.3),
-            ("jsd", 0.5),
-            ("forward_kl", 0.5),
-            ("reverse_kl", 0.5),
-            ("total_variation", 0.5),
-        )
-        for (divergence, beta), temperature in itertools.product(kinds, (1.0, 2.0)):
-            distillation = DistillationLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
-            teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}
-            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
-                losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
-                with torch.no_grad():
-                    distillation(h, w, targets, bias=b if bias else None, **teacher)
-        kinds = (*kinds, ("neg_log_acceptance", 0.5), ("lk_hybrid", 0.5))
-        given = {"teacher_hidden": h.detach(), "bias": b if bias else None}
-        verifiers = (w.detach(), None), (torch.cat((w, w)).detach(), torch.arange(30, device="cpu"))
-        for (divergence, beta), temperature, (verifier, ids) in itertools.product(
-            kinds, (1.0, 2.0), verifiers
-        ):
-            draft = SpeculatorLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
-            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
-                losses.append(draft([h], w, teacher_weight=verifier, draft_ids=ids, **given).loss)
+        if not entropy:  # which these have no options for, as for smoothing
+            kinds = (
+                ("jsd", 0.3),
+                ("jsd", 0.5),
+                ("forward_kl", 0.5),
+                ("reverse_kl", 0.5),
+                ("total_variation", 0.5),
+            )
+            for (divergence, beta), temperature in itertools.product(kinds, (1.0, 2.0)):
+                distillation = DistillationLoss(
+                    divergence=divergence, beta=beta, temperature=temperature, **head
+                )
+                teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}
+                with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                    losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
+                    with torch.no_grad():
+                        distillation(h, w, targets, bias=b if bias else None, **teacher)
+            kinds = (*kinds, ("neg_log_acceptance", 0.5), ("lk_hybrid", 0.5))
+            given = {"teacher_hidden": h.detach(), "bias": b if bias else None}
+            verifiers = (w.detach(), None), (torch.cat((w, w)).detach(), torch.arange(30, device="cpu"))
+            for (divergence, beta), temperature, (verifier, ids) in itertools.product(
+                kinds, (1.0, 2.0), verifiers
+            ):
+                draft = SpeculatorLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
+                with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                    losses.append(draft([h], w, teacher_weight=verifier, draft_ids=ids, **given).loss)
         several = targets[:, None].expand(-1, 3)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             given = {"bias": b if bias else None, **head}

@@ -11,6 +11,8 @@ from logitless import CrossEntropyLoss, GRPOLoss, LogitsLoss, Term, TokenLoss
 from tests.losses.every_loss import LOSSES, TRAINED, given, heads
 from tests.support import DEVICE
 
+# A LogitsLoss has the same gradients uncompiled; test_own_loss.py and test_graphs.py compile some.
+pytestmark = pytest.mark.usefixtures("uncompiled")
 CONSTANT = ("ref_logps", "old_logps", "advantages", "teacher_hidden", "teacher_weight", "topk_logprobs")
 # Of several units, or of several heads: without a loss per unit.
 REDUCED_ONLY = ("DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa")
