@@ -283,6 +283,16 @@ CARD = "the memory of a card"
 
 CLAIMS = (
     Claim(
+        "docs/howto/lora.md",
+        "GPU computes for {} of the {} ms",
+        (row("lora.json", 1, "grouped", "gpu_ms"), ms("lora.json", 1, "grouped")),
+    ),
+    Claim(
+        "docs/howto/lora.md",
+        "there it takes {} ms, of which the GPU computes for {} ms",
+        (ms("lora.json", 1, "PEFT, compiled layers"), row("lora.json", 1, "PEFT, compiled layers", "gpu_ms")),
+    ),
+    Claim(
         START,
         "a step of {} ms with fused LoRA layers and {} ms with PEFT's, in {} and {} GiB",
         (
