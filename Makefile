@@ -8,7 +8,7 @@ GPU_JOBS ?= 8
 # What runs on a GPU where there is one; everything else runs on the CPU anyway.
 GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel) $(LAYER_KERNELS)
 # The tests of the fused layers' kernels; the others in tests/layers run models on the CPU.
-LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators norm gated_norm rope gated lora_dropout recipes fused_kernels layer_devices compile_layers))
+LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators norm gated_norm rope gated clamped_gate lora_dropout recipes fused_kernels layer_devices compile_layers))
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 

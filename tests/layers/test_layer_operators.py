@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from logitless.layers.clamped_gate import clamped_gated
 from logitless.layers.gated import gated
 from logitless.layers.gated_norm import gated_rms_norm
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
@@ -87,6 +88,10 @@ OPERATORS = {
         ("x", "gate", "weight", "row"),
     ),
     "gated, packed": Operator(gated, ("a",), ("a",)),
+    "clamped_gated": Operator(functools.partial(clamped_gated, limit=1.0), ("x",), ("x",)),
+    "clamped_gated, interleaved": Operator(
+        functools.partial(clamped_gated, limit=1.0, alpha=1.7, offset=1.0, interleaved=True), ("x",), ("x",)
+    ),
 }
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 TWO = {
