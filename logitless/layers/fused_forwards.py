@@ -18,9 +18,12 @@ from torch.nn.modules import module as torch_module
 from logitless.exchange import state_of
 from logitless.layers import add_layer_norm, add_rms_norm, gated, qk_norm_rope, rms_norm_add
 from logitless.layers.bodies import Norm, Rotation, activation_of, apply_norm, apply_rotation, operator_angles
+from logitless.layers.expert_gates import ExpertGate, apply_expert_gate
 from logitless.layers.source import Recognized
 
 KEY = "layers"
+# Key of the exchange of a method other than the forward pass.
+GATE_KEY = "expert gate"
 # The LayerNorm of torch. It is one kernel already; only an addition before it is fused.
 LAYER_NORM = Norm("single", "eps", center=True)
 # Arguments of attentions and decoder layers that hold the keys and values of earlier tokens in generation.
@@ -110,6 +113,23 @@ def gate_packed(act: nn.Module, x: Tensor) -> Tensor:
         return gated(x, activation=activation)
     a, b = x.chunk(2, dim=-1)
     return act(a) * b
+
+
+def expert_gate(module: nn.Module, gate: Recognized, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The `_apply_gate(gate_up)` of fused experts."""
+    activations = [module._modules.get(name) for name in gate.value.activations]
+    if (
+        len(args) != 1
+        or kwargs
+        or is_transformed()
+        or not gate.is_current()
+        or not _is_plain(*args)
+        or not _has_options(module, gate.value)
+        or any(activation_of(act) != gate.value.activation for act in activations)
+        or not is_untouched(*activations)
+    ):
+        return original(*args, **kwargs)
+    return apply_expert_gate(gate.value, *args)
 
 
 class Rotate:
@@ -265,9 +285,9 @@ def _have_one_shape(x: Tensor, gate: Tensor | None) -> bool:
     return gate is not None and gate.shape == x.shape
 
 
-def _has_options(module: nn.Module, norm: Norm) -> bool:
-    """Whether the attributes that the norm's forward pass reads are those of `fuse_layers`."""
-    return all(getattr(module, name, None) == value for name, value in norm.options)
+def _has_options(module: nn.Module, body: Norm | ExpertGate) -> bool:
+    """Whether the attributes that the norm or the gate reads are those of `fuse_layers`."""
+    return all(getattr(module, name, None) == value for name, value in body.options)
 
 
 def _are_equal_norms(norms: tuple[nn.Module, nn.Module], bodies: list[Norm | None]) -> bool:

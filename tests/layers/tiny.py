@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from logitless.layers import bodies, fused_forwards
+from logitless.layers import bodies, expert_gates, fused_forwards
 
 SIZES = {
     "hidden_size": 32,
@@ -139,6 +139,7 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         patched(fused_forwards, "add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated"),
+        patched(expert_gates, "gated", "clamped_gated"),
         patched(bodies, "rms_norm", "gated_rms_norm", "rope"),
     ):
         yield calls
