@@ -2,6 +2,8 @@
 
 Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096; and 8,192 tokens at
 several widths, which the picture shows. Gated norms are those of Qwen3-Next, Bamba-9B and Nemotron-H-8B.
+Gates of experts have a row for each token and each of its experts: one for 8,192 tokens; 8 in Qwen3-30B-A3B
+(768 columns), Qwen3.5-35B-A3B (512) and DeepSeek (2,048), 4 in gpt-oss (2,880), 2 in Mixtral (14,336).
 """
 
 from collections.abc import Callable, Iterator
@@ -276,8 +278,45 @@ def gates(make: Maker) -> Iterator[Operator]:
         yield operator(ROWS, width, "silu", width=width)
 
 
+def expert_gates(make: Maker) -> Iterator[Operator]:
+    """Of gate and up in one tensor; `clamped` are the options of `clamped_gated`."""
+
+    def operator(rows: int, columns: int, name: str = "", **clamped: float | bool) -> Operator:
+        rows = make.rows(rows)
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            x = make.randn(make.generator(seed), rows, 2 * columns)
+            return {"x": x.mul_(4) if clamped else x}
+
+        def stock(x):
+            a, b = (x[..., ::2], x[..., 1::2]) if clamped.get("interleaved") else x.chunk(2, -1)
+            if clamped:
+                limit = clamped["limit"]
+                a, b = a.clamp(max=limit), b.clamp(min=-limit, max=limit)
+            if "alpha" in clamped:
+                return ((b + 1) * (a * torch.sigmoid(a * clamped["alpha"])),)
+            return (F.silu(a) * b,)
+
+        def ours(x):
+            return (layers.clamped_gated(x, **clamped) if clamped else layers.gated(x),)
+
+        kind = f"{'clamped ' if clamped else ''}expert gate"
+        label = f"{kind}{name} {rows}x{columns}"
+        return Operator(kind, label, inputs, ours, stock, 6 * rows * columns, 10 * rows * columns)
+
+    yield operator(8192, 768)
+    yield operator(8192, 1408)
+    yield operator(8192 * 8, 512)
+    yield operator(8192 * 8, 768)
+    yield operator(8192 * 8, 2048)
+    yield operator(8192 * 2, 14336)
+    yield operator(8192 * 4, 2880, " gpt-oss", limit=7.0, alpha=1.702, offset=1.0, interleaved=True)
+    yield operator(8192 * 8, 2048, " DeepSeek-V4", limit=10.0)
+
+
 def operators(make: Maker) -> Iterator[Operator]:
     yield from norms(make)
     yield from gated_norms(make)
     yield from ropes(make)
     yield from gates(make)
+    yield from expert_gates(make)

@@ -117,11 +117,13 @@ def short(what: str) -> str:
 # kernel already.
 MISSING = (
     ("torch's LayerNorm", "", ""),
+    ("no fused gate gives", "", "gate of experts"),
+    ("its gate has another activation", "Experts", "gate of experts"),
     ("no fused norm gives", "Gated", "gated norm"),
     ("no fused norm gives", "", "other norm"),
     ("depend on more than its arguments", "", "other norm"),
     ("not a rotation", "", "rotation"),
-    ("runs other code", "", "gate of grouped experts"),
+    ("runs other code", "", "gate of experts"),
     ("no statements", "Attention", "attention"),
     ("no statements", "MLP|Mlp|FeedForward|Experts", "MLP"),
     ("no statements", "DecoderLayer", "decoder layer"),
