@@ -119,7 +119,7 @@ def _tile(interleaved: bool, out: Tensor, *tensors: Tensor) -> tuple[int, int, i
     rows = out.numel() // columns
     if interleaved and all(x.is_contiguous() for x in tensors):
         return 1, rows * columns, 1, BLOCK
-    return rows, columns, *tile_of(columns)
+    return rows, columns, *tile_of(columns, BLOCK)
 
 
 def forward(x: Tensor, interleaved: bool, *numbers: float) -> Tensor:

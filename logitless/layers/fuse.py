@@ -236,7 +236,8 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     reason = f"{', '.join(unrecognized)}: not a rotation that can be fused" if unrecognized else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
     projections = {name for name, child in children.items() if state_of(child, lora.KEY) is not None}
-    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations, projections)))
+    single = {name for name, rotation in rotations.items() if rotation.value[1].single}
+    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations, projections, single)))
     named_rotations = tuple((name, *rotation.value) for name, rotation in rotations.items())
     rewritten = _rewrite_cached(function, names, named_rotations) if any(names) else None
     if rewritten is None:

@@ -97,15 +97,15 @@ def gated_backward_kernel(
 
 
 @functools.cache
-def tile_of(columns: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile of BLOCK elements, for tensors of so many columns.
+def tile_of(columns: int, elements: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile of so many elements, for tensors of so many columns.
 
     Blocks of 128 columns or more cover at most a sixteenth more columns than there are, where possible.
     """
-    block = BLOCK
+    block = elements
     while block > 128 and cdiv(columns, block) * block > columns * 17 // 16:
         block //= 2
-    return BLOCK // block, block
+    return elements // block, block
 
 
 def _launch_shape(*tensors: Tensor) -> tuple[int, int, int, int]:
@@ -114,7 +114,7 @@ def _launch_shape(*tensors: Tensor) -> tuple[int, int, int, int]:
     elements = tensors[0].numel()
     if all(x.is_contiguous() for x in tensors):
         return 1, elements, 1, BLOCK
-    return elements // columns, columns, *tile_of(columns)
+    return elements // columns, columns, *tile_of(columns, BLOCK)
 
 
 def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:

@@ -190,8 +190,10 @@ def families() -> str:
     lines = ["| family | attention | decoder layer | MLP |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         layer = ", ".join(dict.fromkeys(map(short, family.layer))) or "norms by themselves"
-        mlp = short(family.mlp) if family.mlp else "experts: not fused"
-        lines.append(f"| {name} | {short(family.attention)} | {layer} | {mlp} |")
+        mlp = ", ".join(map(short, filter(None, (family.mlp, family.experts))))
+        attention = (family.attention,) if isinstance(family.attention, str) else family.attention
+        attention = ", ".join(dict.fromkeys(map(short, attention)))
+        lines.append(f"| {name} | {attention} | {layer} | {mlp} |")
     return "\n".join(lines)
 
 

@@ -296,6 +296,16 @@ class ClampedFar(Experts):
         return self.act_fn(a.clamp(max=1e3)) * b
 
 
+class LimitFar(Experts):
+    def __init__(self):
+        super().__init__()
+        self.limit = 1e6
+
+    def _apply_gate(self, x):
+        a, b = x.chunk(2, dim=-1)
+        return self.act_fn(a.clamp(max=self.limit)) * b
+
+
 class GateAlone(Experts):
     def _apply_gate(self, x):
         a, b = x.chunk(2, dim=-1)
@@ -339,6 +349,7 @@ OTHERS = (
     Scaled,
     Detached,
     ClampedFar,
+    LimitFar,
     GateAlone,
     LowerLimit,
     LimitAfterwards,
