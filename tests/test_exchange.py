@@ -249,3 +249,15 @@ def test_another_method_on_the_instance_is_back_afterwards():
     assert module.__reduce_ex__(2)[2]["gate"] is mine
     undo()
     assert module(2.0).item() == 10 and module.__dict__["gate"] is mine and type(module) is Gated
+
+
+def test_another_method_that_was_put_on_top_stays():
+    """As with a `forward`: it may call what was below it."""
+    module = Gated()
+    module.gate = lambda x: 5 * x
+    undo = exchange(module, "gate", times, {"factor": 3.0}, method="gate")
+    inner = module.gate
+    module.gate = lambda x: inner(x) + 1
+    assert module(2.0).item() == 31
+    undo()
+    assert module(2.0).item() == 11
