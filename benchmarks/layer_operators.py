@@ -192,22 +192,32 @@ def ropes(make: Maker) -> Iterator[Operator]:
         moved = 4 * elements, (6 if normalized else 4) * elements
         return Operator(kind, label, inputs, ours, stock, *moved, width, {"cos": cos, "sin": sin})
 
-    def one(B: int, T: int, heads: int, D: int) -> Operator:
+    def one(B: int, T: int, heads: int, D: int, *, normalized: bool = False) -> Operator:
         """Gemma 4's: queries and keys are rotated in two calls, before the transposition."""
         B, T = (2, 3) if make.tiny else (B, T)
         cos, sin = angles(T, D)
 
         def inputs(seed: int) -> dict[str, Tensor]:
-            return {"x": make.randn(make.generator(seed), B, T, heads, D)}
+            g = make.generator(seed)
+            leaves = {"x": make.randn(g, B, T, heads, D)}
+            return leaves | ({"weight": make.randn(g, D, mean=1.0)} if normalized else {})
 
-        def ours(x):
-            return (layers.rope(x.transpose(1, 2), None, cos, sin)[0].transpose(1, 2),)
+        def ours(x, weight=None):
+            x = x.transpose(1, 2)
+            if normalized:
+                y, _ = layers.qk_norm_rope(x, None, cos, sin, weight, eps=EPS)
+            else:
+                y, _ = layers.rope(x, None, cos, sin)
+            return (y.transpose(1, 2),)
 
-        def stock(x):
+        def stock(x, weight=None):
+            x = rms(x, weight) if normalized else x
             return (x * cos[:, :, None] + half(x) * sin[:, :, None],)
 
-        moved = 4 * B * T * heads * D
-        return Operator("rope of one tensor", f"rope {B}x{T}x{heads}x{D}", inputs, ours, stock, moved, moved)
+        name = "qk_norm_rope" if normalized else "rope"
+        elements = B * T * heads * D
+        moved = 4 * elements, (6 if normalized else 4) * elements
+        return Operator(f"{name} of one tensor", f"{name} {B}x{T}x{heads}x{D}", inputs, ours, stock, *moved)
 
     def deinterleaved(B: int, T: int, heads: int, key_heads: int, D: int) -> Operator:
         """DeepSeek-V3's: it reads neighbours and stores halves."""
@@ -234,6 +244,8 @@ def ropes(make: Maker) -> Iterator[Operator]:
     yield deinterleaved(2, 4096, 128, 1, 64)
     yield one(2, 4096, 32, 256)
     yield one(2, 4096, 16, 256)
+    yield one(2, 4096, 32, 256, normalized=True)
+    yield one(2, 4096, 8, 256, normalized=True)
     yield operator(4, 4096, 16, 8, 128, normalized=False)
     yield operator(2, 4096, 32, 8, 128, normalized=False)
     yield operator(4, 4096, 16, 8, 128, normalized=True)

@@ -146,9 +146,9 @@ def run_ropes(tokens: int) -> None:
                 differentiate(rope(q, k, cos, sin, **options, deinterleave=True))
             continue
         weights = [nothing(D, dtype=dtype[2]).detach().requires_grad_(norm != "frozen") for _ in range(2)]
-        differentiate(
-            qk_norm_rope(q, k, cos, sin, *weights, rounding=norm.replace("frozen", "single"), **options)
-        )
+        options["rounding"] = norm.replace("frozen", "single")
+        differentiate(qk_norm_rope(q, k, cos, sin, *weights, **options))
+        differentiate(qk_norm_rope(q, None, cos, sin, weights[0], **options)[0])
 
 
 def run_gated(rows: int) -> None:
