@@ -187,7 +187,7 @@ def documented() -> dict[str, str]:
 
 def families() -> str:
     """What is fused in each family that is tested in every way, from the tests' own table."""
-    lines = ["| family | attention | decoder layer | MLP |", "|---|---|---|---|"]
+    lines = ["| family | attention | decoder layer | MLP, experts |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         layer = ", ".join(dict.fromkeys(map(short, family.layer))) or "norms by themselves"
         mlp = ", ".join(map(short, filter(None, (family.mlp, family.experts))))
