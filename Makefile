@@ -59,7 +59,7 @@ test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORME
 NEW_TRANSFORMERS := 5.24.0
 test-newest: $(VENV)/transformers-$(NEW_TRANSFORMERS)/.ready
 	PYTHONPATH=$(VENV)/transformers-$(NEW_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
-	    tests/layers/test_bodies.py tests/layers/test_rewrite.py tests/layers/test_fuse_layers.py tests/layers/test_fused_models.py \
+	    tests/layers/test_bodies.py tests/layers/test_rewrite.py tests/layers/test_fuse_layers.py tests/layers/test_fused_models.py tests/layers/test_expert_gates.py \
 	    tests/activations/test_fit.py tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, and what pages say about the other libraries, beside their wheels. Those of torch and TRL

@@ -197,6 +197,7 @@ def test_every_class_of_transformers():
         "OpenAIPrivacyFilterExperts": oai,
         "DeepseekV4Experts": ClampedGate(7.0),
         "HYV4Experts": ClampedGate(7.0),
+        "HYV4VLExperts": ClampedGate(7.0),
         "Glm5NextTextExperts": ClampedGate(7.0),
         # In fp32 throughout; another activation; a limit after the activation.
         "BeamExperts": None,
