@@ -8,7 +8,7 @@ GPU_JOBS ?= 8
 # What runs on a GPU where there is one; everything else runs on the CPU anyway.
 GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel) $(LAYER_KERNELS)
 # The tests of the fused layers' kernels; the others in tests/layers run models on the CPU.
-LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators norm gated_norm rope gated lora_dropout recipes fused_kernels layer_devices compile_layers))
+LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators norm gated_norm rope gated clamped_gate lora_dropout recipes fused_kernels layer_devices compile_layers))
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
@@ -59,7 +59,7 @@ test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORME
 NEW_TRANSFORMERS := 5.24.0
 test-newest: $(VENV)/transformers-$(NEW_TRANSFORMERS)/.ready
 	PYTHONPATH=$(VENV)/transformers-$(NEW_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
-	    tests/layers/test_bodies.py tests/layers/test_rewrite.py tests/layers/test_fuse_layers.py tests/layers/test_fused_models.py \
+	    tests/layers/test_bodies.py tests/layers/test_rewrite.py tests/layers/test_fuse_layers.py tests/layers/test_fused_models.py tests/layers/test_expert_gates.py \
 	    tests/activations/test_fit.py tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, and what pages say about the other libraries, beside their wheels. Those of torch and TRL

@@ -1,4 +1,4 @@
-"""Replace the forward pass of one module; other modules of its class keep theirs.
+"""Replace the forward pass, or another method, of one module; other modules of its class keep theirs.
 
 The module's class becomes a subclass with the same name. A `forward` attribute on the instance would not do:
 in a deep copy it would run the weights of the original. FSDP2 may subclass the subclass, gradient
@@ -50,6 +50,7 @@ class Entry:
     """The exchanges of a module under one key."""
 
     below: Callable | None  # a `forward` that was on the instance before, such as TRL's or Accelerate's
+    method: str = "forward"  # name of the method that is exchanged
     # The exchange that lasts until undone, if it is live
     live: bool = False
     forward: Callable | None = None  # (module, state, stock, *args, **kwargs)
@@ -73,11 +74,17 @@ class Entry:
 
     def __deepcopy__(self, memo: dict) -> "Entry":
         below, state = copy.deepcopy((self.below, self.state), memo)
-        return Entry(below, self.live, self.forward, state, self.copied)
+        return Entry(below, self.method, self.live, self.forward, state, self.copied)
 
 
 def exchange(
-    module: nn.Module, key: str, forward: Callable, state: Any, *, copied: bool = True
+    module: nn.Module,
+    key: str,
+    forward: Callable,
+    state: Any,
+    *,
+    copied: bool = True,
+    method: str = "forward",
 ) -> Callable[[], None]:
     """Give `module` the forward pass `forward(module, state, stock, *args, **kwargs)`, until undone.
 
@@ -87,6 +94,7 @@ def exchange(
         forward: `stock` is the forward pass without this exchange, bound to the module that is called.
         state: the state that `forward` receives; a deep copy of the module has a deep copy of the state.
         copied: whether a deep copy of the module has the exchange too; without it the copy is a stock module.
+        method: name of the method that is exchanged, if it is another one than the forward pass.
 
     Returns:
         A function that undoes it. Exchanges can be undone in any order, and after FSDP2 has made a class of
@@ -97,7 +105,7 @@ def exchange(
         ValueError: the module has that exchange already.
     """
     with _lock:
-        entry = _entry_of(module, key)
+        entry = _entry_of(module, key, method)
         if entry.is_used:
             raise ValueError(
                 f"model: expected {type(module).__name__} as it comes, got one with {key!r} on already; undo "
@@ -113,7 +121,7 @@ def exchange(
     return undo
 
 
-def _entry_of(module: nn.Module, key: str) -> Entry:
+def _entry_of(module: nn.Module, key: str, method: str = "forward") -> Entry:
     """The module's entry under `key`; a new one with an exchanged class, if there is none.
 
     There may be an unused one: an earlier exchange was undone below another exchange, or below a forward pass
@@ -121,9 +129,9 @@ def _entry_of(module: nn.Module, key: str) -> Entry:
     """
     entries = module.__dict__.setdefault(STATES, {})
     if key not in entries:
-        entries[key] = Entry(module.__dict__.get("forward"))
-        module.__class__ = _exchanged_class(type(module), key)
-        module.__dict__.pop("forward", None)  # on the instance it would hide the class's
+        entries[key] = Entry(module.__dict__.get(method), method)
+        module.__class__ = _exchanged_class(type(module), key, method)
+        module.__dict__.pop(method, None)  # on the instance it would hide the class's
     return entries[key]
 
 
@@ -162,10 +170,10 @@ def _drop_unused(module: nn.Module) -> None:
     # From the newest entry to the oldest. A used entry keeps all older ones, and a `forward` that was put on
     # the instance in between keeps the entry whose `below` it may call.
     for name, entry in reversed(list(entries.items())):
-        if entry.is_used or entry.below is not None and "forward" in module.__dict__:
+        if entry.is_used or entry.below is not None and entry.method in module.__dict__:
             break
         if entry.below is not None:
-            module.__dict__["forward"] = entry.below
+            module.__dict__[entry.method] = entry.below
         if _own(type(module)) == name:
             # A class on top of ours, such as FSDP2's, stays with ours, which finds no entry.
             module.__class__ = type(module).__mro__[1]
@@ -195,7 +203,7 @@ def stock_forward(module: nn.Module) -> Callable:
 def instance_forward(module: nn.Module) -> Callable | None:
     """The `forward` on the instance, if any, also while an exchange keeps it aside."""
     entries = reversed(module.__dict__.get(STATES, {}).values())
-    below = (entry.below for entry in entries if entry.below is not None)
+    below = (entry.below for entry in entries if entry.below is not None and entry.method == "forward")
     return module.__dict__.get("forward") or next(below, None)
 
 
@@ -211,24 +219,25 @@ def _stock(cls: type) -> type:
 
 
 @functools.cache
-def _exchanged_class(stock: type, key: str) -> type:
+def _exchanged_class(stock: type, key: str, method: str) -> type:
     def exchanged_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         entry = self.__dict__.get(STATES, {}).get(key)
         if entry is None:
-            return stock.forward(self, *args, **kwargs)
-        below = entry.below or functools.partial(stock.forward, self)
+            return getattr(stock, method)(self, *args, **kwargs)
+        below = entry.below or functools.partial(getattr(stock, method), self)
         current = entry.current()
         if current is None:
             return below(*args, **kwargs)
         forward, state = current
         return forward(self, state, below, *args, **kwargs)
 
-    functools.update_wrapper(exchanged_forward, stock.forward)
+    stock_method = getattr(stock, method)
+    functools.update_wrapper(exchanged_forward, stock_method)
     # Accelerate unwraps a forward pass along `__wrapped__`, and would take ours off with its own.
     del exchanged_forward.__wrapped__
-    exchanged_forward.__signature__ = inspect.signature(stock.forward)
+    exchanged_forward.__signature__ = inspect.signature(stock_method)
     namespace = {
-        "forward": exchanged_forward,
+        method: exchanged_forward,
         "exchange_key": key,
         "__reduce_ex__": _reduce_as_stock,
         "__module__": stock.__module__,
@@ -244,7 +253,7 @@ def _reduce_as_stock(self: nn.Module, protocol: int) -> tuple:
     state = {name: value for name, value in self.__dict__.items() if name != STATES}
     for entry in self.__dict__.get(STATES, {}).values():
         if entry.below is not None:
-            state.setdefault("forward", entry.below)
+            state.setdefault(entry.method, entry.below)
     return object.__new__, (_stock(type(self)),), _State(self, state)
 
 

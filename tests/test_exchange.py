@@ -217,3 +217,47 @@ def test_a_deep_copy_of_a_wrapper_that_passes_names_on_is_one_of_the_wrapper():
     twin = copy.deepcopy(wrapper)
     x = torch.ones(1, 2)
     assert type(twin) is Wrapper and torch.equal(twin.inner(x), wrapper.inner(x))
+
+
+class Gated(Stock):
+    def gate(self, x):
+        return 2 * x
+
+    def forward(self, x):
+        return self.weight * self.gate(x)
+
+
+def test_another_method_than_the_forward_pass():
+    module, other = Gated(), Gated()
+    undo = exchange(module, "gate", times, {"factor": 3.0}, method="gate")
+    undo_forward = exchange(module, "plus", plus, {"summand": 1.0})
+    assert module(2.0).item() == 13 and other(2.0).item() == 4
+    assert instance_forward(module) is None and stock_forward(module)(2.0).item() == 12
+    twin, restored = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    assert twin(2.0).item() == 13 and restored(2.0).item() == 4 and type(restored) is Gated
+    undo()
+    assert module(2.0).item() == 5 and twin(2.0).item() == 13
+    undo_forward()
+    assert type(module) is Gated and vars(module).keys() == vars(other).keys()
+
+
+def test_another_method_on_the_instance_is_back_afterwards():
+    module = Gated()
+    mine = module.gate = lambda x: 5 * x
+    undo = exchange(module, "gate", times, {"factor": 3.0}, method="gate")
+    assert module(2.0).item() == 30 and instance_forward(module) is None
+    assert module.__reduce_ex__(2)[2]["gate"] is mine
+    undo()
+    assert module(2.0).item() == 10 and module.__dict__["gate"] is mine and type(module) is Gated
+
+
+def test_another_method_that_was_put_on_top_stays():
+    """As with a `forward`: it may call what was below it."""
+    module = Gated()
+    module.gate = lambda x: 5 * x
+    undo = exchange(module, "gate", times, {"factor": 3.0}, method="gate")
+    inner = module.gate
+    module.gate = lambda x: inner(x) + 1
+    assert module(2.0).item() == 31
+    undo()
+    assert module(2.0).item() == 11

@@ -2,6 +2,8 @@
 
 Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096; and 8,192 tokens at
 several widths, which the picture shows. Gated norms are those of Qwen3-Next, Bamba-9B and Nemotron-H-8B.
+Gates of experts have a row for each token and each of its experts: one for 8,192 tokens; 8 in Qwen3-30B-A3B
+(768 columns), Qwen3.5-35B-A3B (512) and DeepSeek (2,048), 4 in gpt-oss (2,880), 2 in Mixtral (14,336).
 """
 
 from collections.abc import Iterator
@@ -174,22 +176,32 @@ def ropes(make: Maker) -> Iterator[Operator]:
         moved = 4 * elements, (6 if normalized else 4) * elements
         return Operator(kind, label, inputs, ours, stock, *moved, width, {"cos": cos, "sin": sin})
 
-    def one(B: int, T: int, heads: int, D: int) -> Operator:
+    def one(B: int, T: int, heads: int, D: int, *, normalized: bool = False) -> Operator:
         """Gemma 4's: queries and keys are rotated in two calls, before the transposition."""
         B, T = (2, 3) if make.tiny else (B, T)
         cos, sin = angles(T, D)
 
         def inputs(seed: int) -> dict[str, Tensor]:
-            return {"x": make.randn(make.generator(seed), B, T, heads, D)}
+            g = make.generator(seed)
+            leaves = {"x": make.randn(g, B, T, heads, D)}
+            return leaves | ({"weight": make.randn(g, D, mean=1.0)} if normalized else {})
 
-        def ours(x):
-            return (layers.rope(x.transpose(1, 2), None, cos, sin)[0].transpose(1, 2),)
+        def ours(x, weight=None):
+            x = x.transpose(1, 2)
+            if normalized:
+                y, _ = layers.qk_norm_rope(x, None, cos, sin, weight, eps=EPS)
+            else:
+                y, _ = layers.rope(x, None, cos, sin)
+            return (y.transpose(1, 2),)
 
-        def stock(x):
+        def stock(x, weight=None):
+            x = rms(x, weight) if normalized else x
             return (x * cos[:, :, None] + half(x) * sin[:, :, None],)
 
-        moved = 4 * B * T * heads * D
-        return Operator("rope of one tensor", f"rope {B}x{T}x{heads}x{D}", inputs, ours, stock, moved, moved)
+        name = "qk_norm_rope" if normalized else "rope"
+        elements = B * T * heads * D
+        moved = 4 * elements, (6 if normalized else 4) * elements
+        return Operator(f"{name} of one tensor", f"{name} {B}x{T}x{heads}x{D}", inputs, ours, stock, *moved)
 
     def deinterleaved(B: int, T: int, heads: int, key_heads: int, D: int) -> Operator:
         """DeepSeek-V3's: it reads neighbours and stores halves."""
@@ -216,6 +228,8 @@ def ropes(make: Maker) -> Iterator[Operator]:
     yield deinterleaved(2, 4096, 128, 1, 64)
     yield one(2, 4096, 32, 256)
     yield one(2, 4096, 16, 256)
+    yield one(2, 4096, 32, 256, normalized=True)
+    yield one(2, 4096, 8, 256, normalized=True)
     yield operator(4, 4096, 16, 8, 128, normalized=False)
     yield operator(2, 4096, 32, 8, 128, normalized=False)
     yield operator(4, 4096, 16, 8, 128, normalized=True)
@@ -260,8 +274,45 @@ def gates(make: Maker) -> Iterator[Operator]:
         yield operator(ROWS, width, "silu", width=width)
 
 
+def expert_gates(make: Maker) -> Iterator[Operator]:
+    """Of gate and up in one tensor; `clamped` are the options of `clamped_gated`."""
+
+    def operator(rows: int, columns: int, name: str = "", **clamped: float | bool) -> Operator:
+        rows = make.rows(rows)
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            x = make.randn(make.generator(seed), rows, 2 * columns)
+            return {"x": x.mul_(4) if clamped else x}
+
+        def stock(x):
+            a, b = (x[..., ::2], x[..., 1::2]) if clamped.get("interleaved") else x.chunk(2, -1)
+            if clamped:
+                limit = clamped["limit"]
+                a, b = a.clamp(max=limit), b.clamp(min=-limit, max=limit)
+            if "alpha" in clamped:
+                return ((b + 1) * (a * torch.sigmoid(a * clamped["alpha"])),)
+            return (F.silu(a) * b,)
+
+        def ours(x):
+            return (layers.clamped_gated(x, **clamped) if clamped else layers.gated(x),)
+
+        kind = f"{'clamped ' if clamped else ''}expert gate"
+        label = f"{kind}{name} {rows}x{columns}"
+        return Operator(kind, label, inputs, ours, stock, 6 * rows * columns, 10 * rows * columns)
+
+    yield operator(8192, 768)
+    yield operator(8192, 1408)
+    yield operator(8192 * 8, 512)
+    yield operator(8192 * 8, 768)
+    yield operator(8192 * 8, 2048)
+    yield operator(8192 * 2, 14336)
+    yield operator(8192 * 4, 2880, " gpt-oss", limit=7.0, alpha=1.702, offset=1.0, interleaved=True)
+    yield operator(8192 * 8, 2048, " DeepSeek-V4", limit=10.0)
+
+
 def operators(make: Maker) -> Iterator[Operator]:
     yield from norms(make)
     yield from gated_norms(make)
     yield from ropes(make)
     yield from gates(make)
+    yield from expert_gates(make)

@@ -312,11 +312,11 @@ def _is_known_activation(cls: type) -> bool:
 
 def layer_norm_agrees() -> bool:
     """Whether torch's LayerNorm computes what it is known for; its forward pass may have been replaced."""
-    x = _random_tensor(8, 32)
+    x = random_tensor(8, 32)
     module = nn.LayerNorm(32, device="cpu", dtype=FP32)
     with torch.no_grad():
-        module.weight.copy_(_random_tensor(32, seed=1))
-        module.bias.copy_(_random_tensor(32, seed=2))
+        module.weight.copy_(random_tensor(32, seed=1))
+        module.bias.copy_(random_tensor(32, seed=2))
         expected = nn.functional.layer_norm(x, (32,), module.weight, module.bias, module.eps)
         return torch.equal(nn.LayerNorm.forward(module, x), expected)
 
@@ -338,14 +338,14 @@ def apply_norm(
     return rms_norm(x, weight, eps=eps, rounding=norm.rounding)
 
 
-def _random_tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
     """Return random values from a separate generator; the global generators do not advance."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cpu", dtype=FP32).to(dtype)
 
 
 @contextlib.contextmanager
-def _test_run() -> Iterator[None]:
+def trial_run() -> Iterator[None]:
     """Run functions on the CPU with gradients, whatever the modes of the caller; leave no trace."""
     with (
         torch.inference_mode(False),
@@ -388,7 +388,7 @@ def _norm_agrees(
     scales = torch.tensor(
         [1.0, 1.0, 1e-3, 1e3, 1.0, 0.0 if eps else 1.0, 1.0, 1e-2], device="cpu", dtype=FP32
     )
-    with _test_run():
+    with trial_run():
         try:
             probe = object.__new__(cls)
             nn.Module.__init__(probe)
@@ -396,10 +396,10 @@ def _norm_agrees(
             for number, (dtype, weight_dtype, training, shape) in enumerate(NORM_TRIALS):
                 tried = 0.25 if number == 0 else eps
                 probe.__dict__.update({"training": training, norm.eps: tried})
-                inputs = [(_random_tensor(8, width) * scales[:, None]).to(dtype).view(*shape, width)]
+                inputs = [(random_tensor(8, width) * scales[:, None]).to(dtype).view(*shape, width)]
                 if norm.gate is not None:  # up to about 30: some models clamp their gates
-                    inputs.append((8 * _random_tensor(*shape, width, seed=3)).to(weight_dtype))
-                weight = _random_tensor(width, dtype=weight_dtype, seed=1) if has_weight else None
+                    inputs.append((8 * random_tensor(*shape, width, seed=3)).to(weight_dtype))
+                weight = random_tensor(width, dtype=weight_dtype, seed=1) if has_weight else None
                 runs = (
                     lambda weight, *inputs: function(probe, *inputs),
                     functools.partial(apply_norm, norm, probe),
@@ -420,7 +420,7 @@ def _result_and_gradients(
         parameter = probe._parameters["weight"] = nn.Parameter(weight.clone())
     y = run(parameter, *leaves)
     leaves += [parameter] if weight is not None else []
-    upstream = _random_tensor(*y.shape, seed=2).to(y.dtype)
+    upstream = random_tensor(*y.shape, seed=2).to(y.dtype)
     return y.detach(), *torch.autograd.grad(y, leaves, upstream)
 
 
@@ -443,11 +443,11 @@ def _are_alike(theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> bool:
 
 def _are_alike_without_numbers(function: Callable, probe: nn.Module, norm: Norm, width: int) -> bool:
     """Whether infinity and NaN in the inputs give the same results."""
-    inputs = [_random_tensor(6, width, seed=seed) for seed in range(1 if norm.gate is None else 2)]
+    inputs = [random_tensor(6, width, seed=seed) for seed in range(1 if norm.gate is None else 2)]
     inputs[0][0, 0], inputs[0][1, 0] = torch.inf, torch.nan
     inputs[-1][2, 0], inputs[-1][3, 0], inputs[-1][4, 0] = torch.inf, torch.nan, -torch.inf
     if "weight" in probe._parameters:
-        probe._parameters["weight"] = nn.Parameter(_random_tensor(width, seed=1))
+        probe._parameters["weight"] = nn.Parameter(random_tensor(width, seed=1))
     with torch.no_grad():
         y = function(probe, *inputs)
         z = apply_norm(norm, probe, probe._parameters.get("weight"), *inputs)
@@ -461,19 +461,19 @@ def _rotation_agrees(function: Callable, rotation: Rotation, head_dim: int, rota
         head_dim: D, the size of a head.
         rotary_dim: R, the number of elements of a head that are rotated.
     """
-    q = _random_tensor(2, 3, 5, head_dim)
-    k = _random_tensor(2, 1, 5, head_dim, seed=1)
+    q = random_tensor(2, 3, 5, head_dim)
+    k = random_tensor(2, 1, 5, head_dim, seed=1)
     width = rotary_dim // 2 if rotation.angle_layout == "pairs" else rotary_dim
-    cos, sin = _random_tensor(2, 5, width, seed=2), _random_tensor(2, 5, width, seed=3)
+    cos, sin = random_tensor(2, 5, width, seed=2), random_tensor(2, 5, width, seed=3)
     low = [x.to(BF16) for x in (q, k, cos, sin)]
     operator = functools.partial(apply_rotation, rotation)
-    with _test_run():
+    with trial_run():
         try:
             results = []
             for run in (function, operator):
                 leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
                 found = run(*leaves, cos, sin)
-                upstream = [_random_tensor(*x.shape, seed=4) for x in found]
+                upstream = [random_tensor(*x.shape, seed=4) for x in found]
                 results.append((*found, *torch.autograd.grad(found, leaves, upstream)))
             if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True)):
                 return False

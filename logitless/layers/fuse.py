@@ -21,7 +21,8 @@ from logitless.layers.bodies import (
     norm_of,
     rotations_of,
 )
-from logitless.layers.fused_forwards import KEY, LAYER_NORM
+from logitless.layers.expert_gates import METHOD, NO_GATE, calls_gate, expert_gate_of
+from logitless.layers.fused_forwards import GATE_KEY, KEY, LAYER_NORM
 from logitless.layers.modules import LayerNorm, RMSNorm
 from logitless.layers.rewrite import Rewritten, rewrite
 from logitless.layers.source import (
@@ -163,7 +164,7 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
 
 
 def _is_fused(module: nn.Module) -> bool:
-    return state_of(module, KEY) is not None or state_of(module, lora.KEY) is not None
+    return any(state_of(module, key) is not None for key in (KEY, GATE_KEY, lora.KEY))
 
 
 def _try_fuse(
@@ -220,6 +221,8 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     """Fuse the additions, norms, rotations and gates in a forward pass. Returns as `_fuse_norm`."""
     if lora.is_lora_layer(module):
         return (), None, ""
+    if calls_gate(module):
+        return _fuse_expert_gate(module)
     # Not named_children, which omits the second name of a module.
     children = {name: child for name, child in module._modules.items() if child is not None}
     bodies = {name: fused_forwards.body_of(child) for name, child in children.items()}
@@ -233,7 +236,8 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     reason = f"{', '.join(unrecognized)}: not a rotation that can be fused" if unrecognized else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
     projections = {name for name, child in children.items() if state_of(child, lora.KEY) is not None}
-    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations, projections)))
+    single = {name for name, rotation in rotations.items() if rotation.value[1].single}
+    names = FusibleNames(*map(frozenset, (bodies, rms_norms, activations, rotations, projections, single)))
     named_rotations = tuple((name, *rotation.value) for name, rotation in rotations.items())
     rewritten = _rewrite_cached(function, names, named_rotations) if any(names) else None
     if rewritten is None:
@@ -241,7 +245,7 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
         is_norm = "Norm" in type(module).__name__
         return (), None, reason or ("" if is_norm else "no statements that can be fused")
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if hasattr(module, "_apply_gate") and implementation not in (None, "eager"):
+    if hasattr(module, METHOD) and implementation not in (None, "eager"):
         # The decorator of transformers' experts calls their forward pass for "eager" only.
         return (), None, f"experts_implementation {implementation!r} runs other code"
     definitions = [Definition(type(module), "forward", function)]
@@ -253,6 +257,15 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
         definitions += definitions_of(cls, "forward")
     state = Recognized(rewritten.function, tuple(definitions))
     return rewritten.replaced, exchange(module, KEY, fused_forwards.rewritten_forward, state), reason
+
+
+def _fuse_expert_gate(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
+    """Fuse the gate that experts apply to the products of all experts at once. Returns as `_fuse_norm`."""
+    state = expert_gate_of(module)
+    if state is None:
+        return (), None, NO_GATE
+    description = "expert gate" if state.value.clamped is None else "clamped expert gate"
+    return (description,), exchange(module, GATE_KEY, fused_forwards.expert_gate, state, method=METHOD), ""
 
 
 @functools.cache

@@ -18,9 +18,12 @@ from torch.nn.modules import module as torch_module
 from logitless.exchange import state_of
 from logitless.layers import add_layer_norm, add_rms_norm, gated, qk_norm_rope, rms_norm_add
 from logitless.layers.bodies import Norm, Rotation, activation_of, apply_norm, apply_rotation, operator_angles
+from logitless.layers.expert_gates import ExpertGate, apply_expert_gate
 from logitless.layers.source import Recognized
 
 KEY = "layers"
+# Key of the exchange of a method other than the forward pass.
+GATE_KEY = "expert gate"
 # The LayerNorm of torch. It is one kernel already; only an addition before it is fused.
 LAYER_NORM = Norm("single", "eps", center=True)
 # Arguments of attentions and decoder layers that hold the keys and values of earlier tokens in generation.
@@ -112,6 +115,23 @@ def gate_packed(act: nn.Module, x: Tensor) -> Tensor:
     return act(a) * b
 
 
+def expert_gate(module: nn.Module, gate: Recognized, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The `_apply_gate(gate_up)` of fused experts."""
+    activations = [module._modules.get(name) for name in gate.value.activations]
+    if (
+        len(args) != 1
+        or kwargs
+        or is_transformed()
+        or not gate.is_current()
+        or not _is_plain(*args)
+        or not _has_options(module, gate.value)
+        or any(activation_of(act) != gate.value.activation for act in activations)
+        or not is_untouched(*activations)
+    ):
+        return original(*args, **kwargs)
+    return apply_expert_gate(gate.value, *args)
+
+
 class Rotate:
     """Replaces a model's function `original(q, k, cos, sin) -> (q, k)`, also with the norms of q and k."""
 
@@ -139,29 +159,47 @@ class Rotate:
         Args:
             norm_before_transpose: whether the model normalizes (B, T, heads, D), before the transpose.
         """
-        norms = (q_norm, k_norm)
+        if self._can_fuse_norms((q_norm, k_norm), q, k, cos, sin):
+            return self._norm_and_rotate((q_norm, k_norm), q, k, cos, sin)
+        if norm_before_transpose:
+            q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in ((q_norm, q), (k_norm, k)))
+        else:
+            q, k = q_norm(q), k_norm(k)
+        return self(q, k, cos, sin)
+
+    def _can_fuse_norms(
+        self, norms: tuple[nn.Module, ...], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> bool:
+        """Whether the fused operator computes the same as these norms and the model's rotation."""
         bodies = [body_of(norm) for norm in norms]
-        if (
+        weights = [getattr(norm, "weight", None) for norm in norms]
+        return (
             is_untouched(*norms)
             and not self.rotation.deinterleave
             and self._supports(q, k, cos, sin)
             and _are_equal_norms(norms, bodies)
-        ):
-            weights = [getattr(norm, "weight", None) for norm in norms]
-            if _is_plain(*weights) and all(w is None or w.shape == q.shape[-1:] for w in weights):
-                if bodies[0].rounding != "llama" or _preserves_dtype(q, *weights):
-                    cos, sin, width = operator_angles(self.rotation, cos, sin)
-                    rotation_options = {"rotary_dim": width, "interleaved": self.rotation.interleaved}
-                    eps = getattr(q_norm, bodies[0].eps)
-                    rounding = bodies[0].rounding
-                    return qk_norm_rope(
-                        q, k, cos, sin, *weights, eps=eps, rounding=rounding, **rotation_options
-                    )
-        if norm_before_transpose:
-            q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in zip(norms, (q, k)))
-        else:
-            q, k = q_norm(q), k_norm(k)
-        return self(q, k, cos, sin)
+            and _is_plain(*weights)
+            and all(_has_width_of(weight, q) for weight in weights)
+            and (bodies[0].rounding != "llama" or _preserves_dtype(q, *weights))
+        )
+
+    def _norm_and_rotate(
+        self, norms: tuple[nn.Module, ...], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normalize and rotate q, or q and k, by the fused operator."""
+        body = body_of(norms[0])
+        cos, sin, width = operator_angles(self.rotation, cos, sin)
+        return qk_norm_rope(
+            q,
+            k,
+            cos,
+            sin,
+            *(getattr(norm, "weight", None) for norm in norms),
+            eps=getattr(norms[0], body.eps),
+            rounding=body.rounding,
+            rotary_dim=width,
+            interleaved=self.rotation.interleaved,
+        )
 
     def _supports(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
         """Whether the fused operator computes the same as the model's function for these tensors."""
@@ -200,6 +238,18 @@ class RotateOne(Rotate):
                 q, _ = apply_rotation(self.rotation, q, None, cos, sin)
                 return q.transpose(1, 2) if is_transposed else q
         return self.original(x, cos, sin, *args, **kwargs)
+
+    def norm_and_rotate_one(
+        self, norm: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """Normalize and rotate x; see `__call__` for its layouts."""
+        is_transposed = kwargs == {"unsqueeze_dim": 2}
+        if is_transposed or not kwargs:
+            q = x.transpose(1, 2) if is_transposed else x
+            if self._can_fuse_norms((norm,), q, None, cos, sin):
+                q, _ = self._norm_and_rotate((norm,), q, None, cos, sin)
+                return q.transpose(1, 2) if is_transposed else q
+        return self(norm(x), cos, sin, **kwargs)
 
 
 def _run_norm_with_addition(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> Any:
@@ -265,17 +315,17 @@ def _have_one_shape(x: Tensor, gate: Tensor | None) -> bool:
     return gate is not None and gate.shape == x.shape
 
 
-def _has_options(module: nn.Module, norm: Norm) -> bool:
-    """Whether the attributes that the norm's forward pass reads are those of `fuse_layers`."""
-    return all(getattr(module, name, None) == value for name, value in norm.options)
+def _has_options(module: nn.Module, body: Norm | ExpertGate) -> bool:
+    """Whether the attributes that the norm or the gate reads are those of `fuse_layers`."""
+    return all(getattr(module, name, None) == value for name, value in body.options)
 
 
-def _are_equal_norms(norms: tuple[nn.Module, nn.Module], bodies: list[Norm | None]) -> bool:
-    """Whether two norms are fused RMS norms with the same rounding and eps."""
-    first, second = bodies
-    if first is None or first != second or first.center:
+def _are_equal_norms(norms: tuple[nn.Module, ...], bodies: list[Norm | None]) -> bool:
+    """Whether all norms are fused RMS norms with the same rounding and eps."""
+    first = bodies[0]
+    if first is None or first.center or any(body != first for body in bodies):
         return False
-    return getattr(norms[0], first.eps) == getattr(norms[1], second.eps)
+    return len({getattr(norm, first.eps) for norm in norms}) == 1
 
 
 def is_transformed() -> bool:

@@ -1,9 +1,12 @@
 """Triton kernels of `gated.py`: each tensor is read or written once.
 
-A program handles one block of one row. The halves of a packed tensor are passed as two pointers with a row
-stride; contiguous tensors are one long row. All blocks are on the grid's first dimension, which has the
-largest limit.
+A program handles a tile of rows and columns. The halves of a packed tensor are passed as two pointers with a
+row stride; contiguous tensors are one long row. The rows of experts are short (512 to 2,880 columns):
+therefore a tile may have several rows, and as many columns as leave little of it empty. All tiles are on the
+grid's first dimension, which has the largest limit.
 """
+
+import functools
 
 import torch
 import triton
@@ -38,21 +41,23 @@ def activate(a, KIND: tl.constexpr):
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_kernel(
     a_ptr,
     b_ptr,
     out_ptr,
     a_stride,
     b_stride,
+    rows,
     columns,
     KIND: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(columns, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < columns
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (col < columns)
     a = tl.load(a_ptr + row * a_stride + col, mask=mask, other=0.0)
     b = tl.load(b_ptr + row * b_stride + col, mask=mask, other=0.0)
     act, _ = activate(a.to(tl.float32), KIND)
@@ -61,7 +66,7 @@ def gated_kernel(
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_backward_kernel(
     d_out_ptr,
     a_ptr,
@@ -72,14 +77,16 @@ def gated_backward_kernel(
     a_stride,
     b_stride,
     d_stride,
+    rows,
     columns,
     KIND: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(columns, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < columns
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (col < columns)
     g = tl.load(d_out_ptr + row * d_out_stride + col, mask=mask, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + row * a_stride + col, mask=mask, other=0.0)
     b = tl.load(b_ptr + row * b_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -89,22 +96,44 @@ def gated_backward_kernel(
     tl.store(d_b_ptr + row * d_stride + col, d_b.to(d_b_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch_shape(*tensors: Tensor) -> tuple[int, int]:
-    """Return (rows, columns): one long row if all tensors are contiguous, so that blocks are full."""
+@functools.cache
+def tile_of(columns: int, elements: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile of so many elements, for tensors of so many columns.
+
+    Blocks of 128 columns or more cover at most a sixteenth more columns than there are, where possible.
+    """
+    block = elements
+    while block > 128 and cdiv(columns, block) * block > columns * 17 // 16:
+        block //= 2
+    return elements // block, block
+
+
+def _launch_shape(*tensors: Tensor) -> tuple[int, int, int, int]:
+    """Return (rows, columns, rows of a tile, columns of a tile): one long row if all are contiguous."""
     columns = tensors[0].shape[-1]
     elements = tensors[0].numel()
     if all(x.is_contiguous() for x in tensors):
-        return 1, elements
-    return elements // columns, columns
+        return 1, elements, 1, BLOCK
+    return elements // columns, columns, *tile_of(columns, BLOCK)
 
 
 def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
     out = torch.empty_like(a, dtype=widest_dtype(a, b), memory_format=torch.contiguous_format)
-    rows, columns = _launch_shape(a, b)
+    rows, columns, tile_rows, block = _launch_shape(a, b)
     a, a_stride = as_rows(a)
     b, b_stride = as_rows(b)
-    gated_kernel[(rows * cdiv(columns, BLOCK),)](
-        a, b, out, a_stride, b_stride, columns, KIND=KINDS[activation], BLOCK=BLOCK, num_warps=WARPS
+    gated_kernel[(cdiv(rows, tile_rows) * cdiv(columns, block),)](
+        a,
+        b,
+        out,
+        a_stride,
+        b_stride,
+        rows,
+        columns,
+        KIND=KINDS[activation],
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=WARPS,
     )
     return out
 
@@ -113,12 +142,12 @@ def backward(d_out: Tensor, a: Tensor, b: Tensor, activation: str, out: tuple[Te
     """Return d_a and d_b, written to `out` (two halves of one tensor) unless it is None."""
     if out is None:
         out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))
-    rows, columns = _launch_shape(d_out, a, b, *out)
+    rows, columns, tile_rows, block = _launch_shape(d_out, a, b, *out)
     d_out, d_out_stride = as_rows(d_out)
     a, a_stride = as_rows(a)
     b, b_stride = as_rows(b)
     d_a, d_stride = as_rows(out[0])
-    gated_backward_kernel[(rows * cdiv(columns, BLOCK),)](
+    gated_backward_kernel[(cdiv(rows, tile_rows) * cdiv(columns, block),)](
         d_out,
         a,
         b,
@@ -128,9 +157,11 @@ def backward(d_out: Tensor, a: Tensor, b: Tensor, activation: str, out: tuple[Te
         a_stride,
         b_stride,
         d_stride,
+        rows,
         columns,
         KIND=KINDS[activation],
-        BLOCK=BLOCK,
+        ROWS=tile_rows,
+        BLOCK=block,
         num_warps=WARPS,
     )
     return out

@@ -224,7 +224,9 @@ def backward(
     d_q = None if d_q_out is None else empty_with_layout(q)
     d_k = None if d_k_out is None else empty_with_layout(k)
     num_warps = SHORT_WARPS if D <= 128 else LONG_WARPS
-    constants = launch_constants(q_count, k.shape[1], D, config) | {"num_warps": num_warps}
+    constants = launch_constants(q_count, 0 if k is None else k.shape[1], D, config) | {
+        "num_warps": num_warps
+    }
     bytes_per_iteration = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
     bytes_per_iteration = bytes_per_iteration // (B * T) * 2 * constants["HALF"] // D
     constants["STAGES"] = choose_num_stages(bytes_per_iteration)

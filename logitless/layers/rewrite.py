@@ -6,6 +6,7 @@ Replacements in a module whose `norm` and `act` can be fused (for any names, and
     h = self.norm(h); h = r + h                             h = _fused_norm_add(self.norm, h, r)
     q = self.norm(e).transpose(1, 2) ... rotate(q, k, ..)   q = e.transpose(1, 2) .. rotate.norm_and_rotate()
     q, k = rotate(q, k, cos, sin)                           the same; `rotate` is a `fused_forwards.Rotate`
+    q = self.norm(e); ... q = rotate(q, cos, sin)           q = e; ... q = rotate.norm_and_rotate_one(...)
     self.act(a) * b                                         _fused_gate(self.act, a, b)
     a, b = x.chunk(2, dim=-1); ... self.act(a) * b          _fused_gate_packed(self.act, x)
 
@@ -41,6 +42,7 @@ from logitless.layers.statements import (
     match_halves,
     match_norm_call,
     match_rotation_call,
+    match_single_rotation_call,
     match_sum,
     replace_node,
     self_attribute,
@@ -121,6 +123,7 @@ class _Rewriter(ast.NodeTransformer):
         for field in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, field, None), list):
                 self._fuse_norms_into_rotation(block)
+                self._fuse_norm_into_single_rotation(block)
                 self._fuse_packed_gate(block)
                 block = self._fuse_statements(block)
                 self._group_projections(block)
@@ -223,6 +226,21 @@ class _Rewriter(ast.NodeTransformer):
             call.args = [*norms, ast.Constant(is_transposed), *call.args]
             self.replaced.append(f"{q_norm[1].norm}, {k_norm[1].norm} and the rotation after them")
             return
+
+    def _fuse_norm_into_single_rotation(self, block: list[ast.stmt]) -> None:
+        """Replace a norm and the rotation of one tensor after it by `RotateOne.norm_and_rotate_one`."""
+        for index, statement in enumerate(block):
+            call = match_single_rotation_call(statement, self.fusible)
+            if call is None:
+                continue
+            found = find_norm_before(block, index, call.args[0].id, self.fusible)
+            if found is None or found[1].transpose is not None:
+                continue
+            position, norm_call = found
+            block[position] = make_assignment(norm_call.argument, norm_call.target, at=block[position])
+            call.func = ast.Attribute(call.func, "norm_and_rotate_one", ast.Load())
+            call.args = [self_attribute(norm_call.norm), *call.args]
+            self.replaced.append(f"{norm_call.norm} and the rotation after it")
 
     def _fuse_packed_gate(self, block: list[ast.stmt]) -> None:
         """Replace `a, b = x.chunk(2, dim=-1)` and `act(a) * b`, the only use of a and b, by one call."""

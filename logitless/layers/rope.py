@@ -92,7 +92,7 @@ def rope(
 
 def qk_norm_rope(
     q: Tensor,  # (B, heads, T, D)
-    k: Tensor,  # (B, key heads, T, D)
+    k: Tensor | None,  # (B, key heads, T, D)
     cos: Tensor,  # (B or 1, T, R) or (T, R)
     sin: Tensor,
     q_weight: Tensor | None = None,  # (D,)
@@ -102,12 +102,12 @@ def qk_norm_rope(
     rounding: str = "llama",
     rotary_dim: int | None = None,
     interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """RMSNorm of each head of queries and keys and their rotary position embedding, in one pass.
 
     Args:
         q: `(B, heads, T, D)`, before its norm.
-        k: `(B, key heads, T, D)`, before its norm.
+        k: `(B, key heads, T, D)`, before its norm, or None.
         cos: as in `rope`.
         sin: of the shape of cos.
         q_weight: `(D,)` of q's norm, or None; its dtype may differ from q's.
@@ -169,8 +169,7 @@ def _check(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> None:
 
 def _rotate(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> tuple[Tensor, Tensor | None]:
     check_floating(q=q, cos=cos, sin=sin)
-    check_floating(optional=not config.normalized, k=k)
-    check_floating(optional=True, q_weight=q_weight, k_weight=k_weight)
+    check_floating(optional=True, k=k, q_weight=q_weight, k_weight=k_weight)
     _check(q, k, cos, sin, q_weight, k_weight, config)
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)

@@ -14,6 +14,7 @@ class FusibleNames(NamedTuple):
         activations: attributes of the module that are activations.
         rotations: functions that rotate queries and keys.
         projections: attributes of the module that are LoRA layers.
+        single_rotations: those of `rotations` that rotate one tensor.
     """
 
     norms: frozenset[str]
@@ -21,6 +22,7 @@ class FusibleNames(NamedTuple):
     activations: frozenset[str]
     rotations: frozenset[str]
     projections: frozenset[str] = frozenset()
+    single_rotations: frozenset[str] = frozenset()
 
 
 class NormCall(NamedTuple):
@@ -140,6 +142,18 @@ def match_rotation_call(statement: ast.stmt, fusible: FusibleNames) -> ast.Call 
         return None
     is_in_place = [each.id for each in targets] == [each.id for each in names]
     return call if is_in_place and names[0].id != names[1].id else None
+
+
+def match_single_rotation_call(statement: ast.stmt, fusible: FusibleNames) -> ast.Call | None:
+    """Return the call in `x = rotate(x, cos, sin)`, of any further arguments by name; None for any other."""
+    target = _target(statement)
+    if target is None or not isinstance(call := statement.value, ast.Call):
+        return None
+    if not isinstance(call.func, ast.Name) or call.func.id not in fusible.single_rotations:
+        return None
+    if len(call.args) != 3 or any(keyword.arg is None for keyword in call.keywords):
+        return None
+    return call if is_name(call.args[0], target) else None
 
 
 def find_norm_before(

@@ -146,20 +146,33 @@ def run_ropes(tokens: int) -> None:
                 differentiate(rope(q, k, cos, sin, **options, deinterleave=True))
             continue
         weights = [nothing(D, dtype=dtype[2]).detach().requires_grad_(norm != "frozen") for _ in range(2)]
-        differentiate(
-            qk_norm_rope(q, k, cos, sin, *weights, rounding=norm.replace("frozen", "single"), **options)
-        )
+        options["rounding"] = norm.replace("frozen", "single")
+        differentiate(qk_norm_rope(q, k, cos, sin, *weights, **options))
+        differentiate(qk_norm_rope(q, None, cos, sin, weights[0], **options)[0])
 
 
 def run_gated(rows: int) -> None:
     from logitless.layers.gated import ACTIVATIONS, gated
 
     dtypes = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)]
-    for dtype, activation, packed, columns in AllPairs([dtypes, list(ACTIVATIONS), [False, True], [96, 101]]):
+    for dtype, activation, packed, columns in AllPairs(
+        [dtypes, list(ACTIVATIONS), [False, True], [96, 101, 512, 1408, 2048]]
+    ):
         a, b = (nothing(rows, columns, dtype=d) for d in dtype)
         if packed:
             a, b = nothing(rows, 2 * columns, dtype=dtype[0]), None
         differentiate(gated(a, b, activation=activation))
+
+
+def run_clamped_gates(rows: int) -> None:
+    from logitless.layers.clamped_gate import clamped_gated
+
+    for dtype, interleaved, is_sliced, columns in AllPairs(
+        [[BF16, FP16, FP32], [False, True], [False, True], [96, 101, 512, 1408, 2048]]
+    ):
+        x = nothing(rows, 4 * columns, dtype=dtype)[:, : 2 * columns]
+        x = x if is_sliced else nothing(rows, 2 * columns, dtype=dtype)
+        differentiate(clamped_gated(x, limit=7.0, alpha=1.702, offset=1.0, interleaved=interleaved))
 
 
 def run_gated_norms(rows: int) -> None:
@@ -201,6 +214,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
     """What the launchers ask for with so many rows or tokens, and the kernel that it is asked of."""
     from logitless.kernels import operands
     from logitless.layers import (
+        clamped_gate_triton,
         gated_norm_triton,
         gated_triton,
         lora_dropout_triton,
@@ -214,6 +228,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
         rope_triton: ("rope_kernel",),
         qk_norm_rope_triton: ("norm_rope_backward_kernel",),
         gated_triton: ("gated_kernel", "gated_backward_kernel"),
+        clamped_gate_triton: ("clamped_gate_kernel", "clamped_gate_backward_kernel"),
         gated_norm_triton: ("gated_norm_kernel", "gated_norm_backward_kernel"),
         lora_dropout_triton: (
             "draw_bits_kernel",
@@ -229,7 +244,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
         for module, names in kernels.items():
             recorders = {name: Recorder(jitted(getattr(module, name)), name, variants) for name in names}
             patches.enter_context(mock.patch.multiple(module, **recorders))
-        for run in (run_norms, run_ropes, run_gated, run_gated_norms, run_lora_dropout):
+        for run in (run_norms, run_ropes, run_gated, run_clamped_gates, run_gated_norms, run_lora_dropout):
             run(rows)
     assert {v.kernel for v in variants} == set(itertools.chain(*kernels.values()))
     return variants

@@ -21,8 +21,8 @@ BF16 = torch.bfloat16
 
 
 # Between them: every operator, both orders of norm and addition, packed halves, both orders of norm and
-# transposition, interleaved rotation, LayerNorm, rotation of one tensor.
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere", "Gemma4"])
+# transposition, interleaved rotation, LayerNorm, rotation of one tensor, gates of experts.
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere", "Gemma4", "Mixtral"])
 def test_loss_and_gradients_in_fp32(family):
     model, ids = tiny(family, num_hidden_layers=1).to(DEVICE), IDS.to(DEVICE)
     expected = step(model, ids)
@@ -37,6 +37,15 @@ def test_a_gated_norm_in_fp32():
     disturb(model)
     expected = step(model, ids)
     assert "gated norm" in {part for parts in fuse_layers(model).report.fused.values() for part in parts}
+    assert_same(step(model, ids), expected, 1e-5)
+
+
+def test_a_clamped_gate_in_fp32():
+    model, ids = every.tiny("GptOssForCausalLM").to(DEVICE), IDS.to(DEVICE)
+    disturb(model)
+    expected = step(model, ids)
+    fused = {part for parts in fuse_layers(model).report.fused.values() for part in parts}
+    assert "clamped expert gate" in fused
     assert_same(step(model, ids), expected, 1e-5)
 
 

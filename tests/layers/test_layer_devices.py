@@ -1,8 +1,11 @@
 """A model's layers on several GPUs: operators run where their operands are, not on the current GPU."""
 
+import functools
+
 import pytest
 import torch
 
+from logitless.layers.clamped_gate import clamped_gated
 from logitless.layers.gated import gated
 from logitless.layers.gated_norm import gated_rms_norm
 from logitless.layers.norm import add_layer_norm, add_rms_norm
@@ -23,11 +26,20 @@ def rotated(function):
         (add_rms_norm, {"x": (6, 40), "residual": (6, 40), "weight": (40,)}),
         (add_layer_norm, {"x": (6, 40), "residual": (6, 40), "weight": (40,)}),
         (gated, {"a": (6, 40), "b": (6, 40)}),
+        (functools.partial(clamped_gated, limit=1.0), {"x": (6, 40)}),
         (gated_rms_norm, {"x": (6, 40), "gate": (6, 40), "weight": (40,)}),
         (rotated(rope), {"q": (2, 3, 5, 16), "k": (2, 1, 5, 16)}),
         (rotated(qk_norm_rope), {"q": (2, 3, 5, 16), "k": (2, 1, 5, 16)}),
     ],
-    ids=["add_rms_norm", "add_layer_norm", "gated", "gated_rms_norm", "rope", "qk_norm_rope"],
+    ids=[
+        "add_rms_norm",
+        "add_layer_norm",
+        "gated",
+        "clamped_gated",
+        "gated_rms_norm",
+        "rope",
+        "qk_norm_rope",
+    ],
 )
 def test_runs_where_its_operands_are(function, shapes):
     given = {name: randn(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}

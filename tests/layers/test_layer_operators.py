@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from logitless.layers.clamped_gate import clamped_gated
 from logitless.layers.gated import gated
 from logitless.layers.gated_norm import gated_rms_norm
 from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
@@ -79,6 +80,12 @@ OPERATORS = {
         ("q", "k", "q_weight", "k_weight", "table", "table"),
         HEADS,
     ),
+    "qk_norm_rope of one tensor": Operator(
+        lambda q, q_weight: qk_norm_rope(q, None, *tables(q), q_weight)[0],
+        ("q", "q_weight"),
+        ("q", "q_weight", "table", "table"),
+        HEADS,
+    ),
     "gated": Operator(gated, ("a", "b"), ("a", "b")),
     "gated_rms_norm": Operator(gated_rms_norm, ("x", "gate", "weight"), ("x", "gate", "weight", "row")),
     "gated_rms_norm, gate first": Operator(
@@ -87,10 +94,16 @@ OPERATORS = {
         ("x", "gate", "weight", "row"),
     ),
     "gated, packed": Operator(gated, ("a",), ("a",)),
+    "clamped_gated": Operator(functools.partial(clamped_gated, limit=1.0), ("x",), ("x",)),
+    "clamped_gated, interleaved": Operator(
+        functools.partial(clamped_gated, limit=1.0, alpha=1.7, offset=1.0, interleaved=True), ("x",), ("x",)
+    ),
 }
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 TWO = {
-    name: op for name, op in OPERATORS.items() if "rope" in name or name in ("add_rms_norm", "add_layer_norm")
+    name: op
+    for name, op in OPERATORS.items()
+    if ("rope" in name and "one tensor" not in name) or name in ("add_rms_norm", "add_layer_norm")
 }
 
 
@@ -324,7 +337,7 @@ REFUSED = [
     (ROPE, {"k_weight": zeros(8)}, r"k_weight: expected shape \(24,\), one entry per column, got \(8,\); "),
     (ROPE, {"q_weight": meta(24)}, "q_weight: expected q's device .*, got meta; "),
     (ROPE, {"sin": meta(1, 5, 24)}, "sin: expected q's device .*, got meta; "),
-    (ROPE, {"k": None}, "k: expected a floating-point tensor, got NoneType; "),
+    (ROPE, {"k": [1.0]}, "k: expected a floating-point tensor, got list; "),
     (ROPE, {"cos": zeros(1, 5, 24).long()}, "cos: expected a floating-point tensor, got torch.int64; "),
     (ROPE, {"rounding": "double"}, "rounding: expected one of 'llama', 'single', 'gemma', got 'double'; "),
     (
@@ -366,7 +379,7 @@ def test_refused(name, change, message):
         given["cos"], given["sin"] = tables(given["q"])
     with pytest.raises((TypeError, ValueError), match=message):
         FUNCTIONS[name](**given | change)
-    # `rope` has no weights and no rounding, and takes queries alone.
-    if name == ROPE and not {"q_weight", "k_weight", "rounding"} & set(change) and change != {"k": None}:
+    # `rope` has no weights and no rounding.
+    if name == ROPE and not {"q_weight", "k_weight", "rounding"} & set(change):
         with pytest.raises((TypeError, ValueError), match=message):
             rope(**{key: x for key, x in (given | change).items() if not key.endswith("weight")})

@@ -7,6 +7,7 @@ from torch import Tensor
 from logitless.layers import (
     add_layer_norm,
     add_rms_norm,
+    clamped_gated,
     gated,
     gated_rms_norm,
     layer_norm,
@@ -96,6 +97,14 @@ def test_gates(dtype, activation):
     assert_equal(collected(gated, a, b, activation=activation), 1)
     assert_equal(collected(gated, a, activation=activation), 1)
     assert_equal(collected(gated, a[:, ::2], b[:, ::2], activation=activation), 1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_clamped_gates(dtype, interleaved):
+    x, options = randn(3, 5, 48, seed=0, dtype=dtype).requires_grad_(), {"interleaved": interleaved}
+    assert_equal(collected(clamped_gated, x, limit=1.0, **options), 1)
+    assert_equal(collected(clamped_gated, x[:, ::2], limit=1.0, alpha=1.7, offset=1.0, **options), 1)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from logitless.layers import bodies, fused_forwards
+from logitless.layers import bodies, expert_gates, fused_forwards
 
 SIZES = {
     "hidden_size": 32,
@@ -34,6 +34,7 @@ POST_NORMS = (
     "post_attention_layernorm and the addition after it",
     "post_feedforward_layernorm and the addition after it",
 )
+NORMED_ROPES = ("q_norm and the rotation after it", "k_norm and the rotation after it")
 PER_LAYER_NORM = "post_per_layer_input_norm and the addition after it"
 GEMMA4 = {
     "hidden_size_per_layer_input": 8,
@@ -45,10 +46,11 @@ GEMMA4 = {
 
 class Family(NamedTuple):
     config: str
-    attention: str  # what is fused in a module of attention
+    attention: str | tuple[str, ...]  # what is fused in a module of attention
     layer: tuple[str, ...]  # in a decoder layer
     mlp: str | None  # in an MLP
     options: dict = {}
+    experts: str | None = None
 
 
 FAMILIES = {
@@ -59,16 +61,16 @@ FAMILIES = {
     "Gemma": Family("GemmaConfig", ROPE, (ADD_NORM,), "gate act_fn"),
     "Gemma2": Family("Gemma2Config", ROPE, POST_NORMS, "gate act_fn"),
     "Gemma3": Family("Gemma3TextConfig", NORMED_ROPE, POST_NORMS, "gate act_fn"),
-    "Gemma4": Family("Gemma4TextConfig", ROPE, (*POST_NORMS, PER_LAYER_NORM), "gate act_fn", GEMMA4),
+    "Gemma4": Family("Gemma4TextConfig", NORMED_ROPES, (*POST_NORMS, PER_LAYER_NORM), "gate act_fn", GEMMA4),
     "Phi3": Family("Phi3Config", ROPE, (ADD_NORM,), "gate activation_fn of both halves of one tensor"),
     "OLMo2": Family("Olmo2Config", ROPE, POST_NORMS, "gate act_fn"),
     "Granite": Family("GraniteConfig", ROPE, (ADD_NORM,), "gate act_fn", {"residual_multiplier": 0.7}),
     "Cohere": Family("CohereConfig", ROPE, (), "gate act_fn"),
-    "Mixtral": Family("MixtralConfig", ROPE, (ADD_NORM,), None, EXPERTS),
-    "Qwen2 MoE": Family("Qwen2MoeConfig", ROPE, (ADD_NORM,), "gate act_fn", EXPERTS),
-    "Qwen3 MoE": Family("Qwen3MoeConfig", NORMED_ROPE, (ADD_NORM,), None, EXPERTS),
+    "Mixtral": Family("MixtralConfig", ROPE, (ADD_NORM,), None, EXPERTS, "expert gate"),
+    "Qwen2 MoE": Family("Qwen2MoeConfig", ROPE, (ADD_NORM,), "gate act_fn", EXPERTS, "expert gate"),
+    "Qwen3 MoE": Family("Qwen3MoeConfig", NORMED_ROPE, (ADD_NORM,), None, EXPERTS, "expert gate"),
     "Granite MoE": Family(
-        "GraniteMoeConfig", ROPE, (ADD_NORM,), None, EXPERTS | {"residual_multiplier": 0.7}
+        "GraniteMoeConfig", ROPE, (ADD_NORM,), None, EXPERTS | {"residual_multiplier": 0.7}, "expert gate"
     ),
 }
 
@@ -139,6 +141,7 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         patched(fused_forwards, "add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated"),
+        patched(expert_gates, "gated", "clamped_gated"),
         patched(bodies, "rms_norm", "gated_rms_norm", "rope"),
     ):
         yield calls
