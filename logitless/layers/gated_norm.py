@@ -164,7 +164,8 @@ def _recompute(config: GatedNormConfig, x: Tensor, gate: Tensor, weight: Tensor 
 
 def _groups(x: Tensor, config: GatedNormConfig) -> Tensor:
     """Return x as (..., groups, group_size)."""
-    return x.unflatten(-1, (x.shape[-1] // config.group_size, config.group_size))
+    # torch 2.11's Dynamo cannot trace `unflatten` where a default device is set.
+    return x.reshape(*x.shape[:-1], x.shape[-1] // config.group_size, config.group_size)
 
 
 def _forward_twin(x, gate, weight, config: GatedNormConfig) -> tuple[Tensor, Tensor]:

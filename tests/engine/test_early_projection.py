@@ -71,7 +71,7 @@ class Operands:
 
 
 # Several chunks, also on a GPU, whose kernels need no temporaries beside the logits.
-BUDGET = 16 * V * 4 * 3
+BUDGET = 8 * V * 4 * 3
 
 
 def of_targets(x, targets):
