@@ -322,12 +322,15 @@ def by_trainer(document: dict, source: str) -> str:
     """A table for each trainer, in Markdown."""
     names = dict.fromkeys(section["trainer"] for section in document["sections"])
     tables = "\n\n".join(f"{name}:\n\n{table(document, name, 'github')}" for name in names)
+    flags = "`use_chunked_loss=True`" + (
+        " and `use_fused_layers=True`" if document.get("fused_layers") else ""
+    )
     sizes = {letter: document["model"][name] for letter, name in (("H", "hidden_size"), ("V", "vocab_size"))}
     return (
         f"{tables}\n\nOne {document['device']}, {document['date'][:10]}, bf16, Qwen3-0.6B's architecture "
         f"({report.sizes(sizes)}, random "
         "weights): a whole training step, optimizer included, of TRL's trainer and of ours with "
-        "`use_chunked_loss=True`. Median time of "
+        f"{flags}. Median time of "
         f"the last {document['timed_steps']} of {document['steps']} steps"
         f"{_in_turns(document.get('rounds', 1))} and the most memory allocated "
         f"during them; differences "

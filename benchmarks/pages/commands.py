@@ -37,6 +37,8 @@ ELSEWHERE = {
     "topk": ("several_ids.md", several_ids.for_page),
     "rounding": ("sampling.md", emulation.for_page),
     "small": ("howto/small-batches.md", small.for_page),
+    "small-portable": ("howto/small-batches.md", small.for_page),
+    "trl-short": ("howto/small-batches.md", trainers.by_trainer),
     "ce-portable": ("proof.md", loss_tables.table),
     "speculators": ("howto/speculators.md", loss_tables.table),
 }
