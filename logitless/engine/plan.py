@@ -36,7 +36,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MIB = 2**20
 
@@ -321,13 +321,18 @@ class Facts(NamedTuple):
     heads: int = 1
     logits: str = ""
 
+    def of_plan(self) -> dict[str, Any]:
+        """The fields that are copied to the plan."""
+        names = ("backward", "later", "fixed_bytes", "heads", "logits")
+        return {name: getattr(self, name) for name in names}
+
 
 @functools.lru_cache(maxsize=64)
 def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
     """Choose the strategy, and cut the rows into spans and chunks of at most `budget` bytes, at `row_bytes`
     each.
     """
-    rows, groups, differentiable, trainable_head, allows_cached_grad, rereads, columns, _, *passed_on = facts
+    rows, groups, columns = facts.rows, facts.groups, facts.columns
     C = chunk_rows(rows, row_bytes, budget)
     # d_weight of a single chunk is written in the dtype of the products; d_weight of several chunks is summed
     # in fp32. Use a single chunk if its additional rows take no more memory than the fp32 sum. It is also
@@ -349,8 +354,20 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
         parts = tuple(dict.fromkeys(kinds)) or ("resident",)
         strategy = parts[0] if len(parts) == 1 else "mixed"
     longest = max([chunk.count for span in spans for chunk in span.chunks], default=0)
-    chosen = strategy, tuple(spans), reads, writes, purpose is Pass.SOLVE
-    return Plan(*chosen, rows, row_bytes, budget, longest, parts, columns, *passed_on)
+    return Plan(
+        strategy,
+        tuple(spans),
+        reads,
+        writes,
+        evaluates=purpose is Pass.SOLVE,
+        rows=rows,
+        row_bytes=row_bytes,
+        budget=budget,
+        token_chunk=longest,
+        parts=parts,
+        columns=columns,
+        **facts.of_plan(),
+    )
 
 
 def _strategy(purpose: Pass, facts: Facts) -> tuple[str, bool, Write]:
@@ -393,9 +410,19 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     elif writes is Write.AFTER_LOSS:
         strategy = "recompute" if len(chunks) > 1 else "resident"
     longest = max([chunk.count for chunk in chunks if chunk.kind is not Kind.GATHERED], default=0)
-    chosen = strategy, tuple(spans), reads, writes, purpose is Pass.SOLVE
-    passed_on = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
-    return Plan(*chosen, projected, row_bytes, budget, longest, (), 0, *passed_on, replay)
+    return Plan(
+        strategy,
+        tuple(spans),
+        reads,
+        writes,
+        evaluates=purpose is Pass.SOLVE,
+        rows=projected,
+        row_bytes=row_bytes,
+        budget=budget,
+        token_chunk=longest,
+        replay=replay,
+        **facts.of_plan(),
+    )
 
 
 def _chunks(start: int, stop: int, C: int, kind: Kind = Kind.PLAIN) -> list[ChunkRows]:

@@ -100,9 +100,9 @@ def gated_backward_kernel(
 def tile_of(columns: int, elements: int) -> tuple[int, int]:
     """Return the rows and columns of a tile of so many elements, for tensors of so many columns.
 
-    One row, if the tiles of a row cover at most a third more columns than there are: with 3,072 columns, tiles
-    of two rows took 15% more time in the backward pass on an H100. Otherwise blocks of 128 columns or more
-    that cover at most a sixteenth more columns, where possible.
+    One row, if the tiles of a row cover at most a third more columns than there are: with 3,072 columns,
+    tiles of two rows took 15% more time in the backward pass on an H100. Otherwise blocks of 128 columns or
+    more that cover at most a sixteenth more columns, where possible.
     """
     block = elements
     if 3 * cdiv(columns, block) * block <= 4 * columns:
