@@ -259,7 +259,7 @@ class FusedLinearBase(torch.autograd.Function):
 # -- The chunk loop
 
 
-def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradients: Gradients) -> None:
+def run_spans(plan: Plan, rows: Rows, projection: Projection, reader: Reader, gradients: Gradients) -> None:
     """Run the spans of `plan`: compute logits, statistics, loss and gradients, chunk by chunk.
 
     1. Allocate one buffer for all chunks. It holds the logits of a chunk, which the gradient overwrites; with
@@ -269,12 +269,12 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
 
     Then, for each span and each of its chunks:
 
-    2. `head.take`: take the chunk's hidden states, run the layers in front of the head, and convert the
+    2. `projection.take`: take the chunk's hidden states, run the layers in front of the head, and convert the
        targets to columns of this rank's logits.
     3. `reader.read`: compute the values of the reference or teacher, project the chunk (product 1), and
        compute its statistics. It may also write the gradient up to a factor per row.
-    4. If `read` wrote the gradient, queue product 2 (`head.backproject`) at once. Step 5 then runs beside it,
-       on a side stream.
+    4. If `read` wrote the gradient, queue product 2 (`projection.backproject`) at once. Step 5 then runs
+       beside it, on a side stream.
 
     When all chunks of the span are read:
 
@@ -285,10 +285,11 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
 
     6. If `read` did not write the gradient: `reader.write` computes the gradient of the logits, then run
        product 2.
-    7. `head.scale`: apply the row factors to d_features and to the features (or to a copy of them).
-    8. `head.reduce`: start the sum of d_features over the ranks of tp_group.
+    7. `projection.scale`: apply the row factors to d_features and to the features (or to a copy of them).
+    8. `projection.reduce`: start the sum of d_features over the ranks of tp_group.
     9. `gradients.add`: add the chunk's d_weight and d_bias (product 3) while this sum runs.
-    10. `head.scatter`: wait for the sum, run the backward pass of the layers, and write the rows of d_hidden.
+    10. `projection.scatter`: wait for the sum, run the backward pass of the layers, and write the rows of
+        d_hidden.
 
     With `Write.BEFORE_LOSS`, steps 6 to 10 follow step 4.
 
@@ -307,36 +308,36 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
     torch.compile: the loop runs eagerly in the body of an operator (`operators`), and Dynamo does not trace
     it.
     """
-    buffer, place = head.new_buffer(plan, fused_epilogue=reader.fused_epilogue)
-    sharded = head.call.vocabulary.sharded
+    buffer, place = projection.new_buffer(plan, fused_epilogue=reader.fused_epilogue)
+    sharded = projection.call.vocabulary.sharded
 
     def take(start: int, stop: int, kind: object, *, reads: bool, writes: bool) -> Chunk:
         size = stop - start
         chunk = Chunk(start, stop, kind, reads, writes, rows.at(start, stop), buffer[:size], place[:size])
-        head.take(chunk)  # features (C, H); targets as this rank's columns
+        projection.take(chunk)  # features (C, H); targets as this rank's columns
         return chunk
 
     def write(chunk: Chunk) -> None:
         if chunk.gradient is None:
-            reader.write(chunk, head)
-            head.backproject(chunk)
+            reader.write(chunk, projection)
+            projection.backproject(chunk)
         chunk.factors = reader.row_factors(chunk)  # empty for a loss of logits
-        head.scale(chunk)  # apply the factors to d_features and to the features of product 3
-        arrival = head.reduce(chunk) if sharded else None  # start the sum over ranks
-        gradients.add(chunk, head)  # product 3, overlaps the sum
-        head.scatter(chunk, arrival)  # wait for the sum, layers backward, write rows of d_hidden
+        projection.scale(chunk)  # apply the factors to d_features and to the features of product 3
+        arrival = projection.reduce(chunk) if sharded else None  # start the sum over ranks
+        gradients.add(chunk, projection)  # product 3, overlaps the sum
+        projection.scatter(chunk, arrival)  # wait for the sum, layers backward, write rows of d_hidden
 
     for span in plan.spans:
         recompute = plan.recomputes(span)
         beside = nullcontext()
         for part in span.chunks:
             chunk = take(*part, reads=plan.reads, writes=plan.writes is not Write.NEVER and not recompute)
-            reader.read(chunk, head)  # reference or teacher, product 1, statistics
+            reader.read(chunk, projection)  # reference or teacher, product 1, statistics
             if chunk.gradient is not None:
                 # Only a factor per row is missing. Queue product 2 before the host evaluates the loss, so
                 # that the GPU is busy during the evaluation.
                 beside = side_stream(buffer.device, useful=plan.evaluates and part is span.chunks[-1])
-                head.backproject(chunk)  # product 2; nothing where hidden needs no gradient
+                projection.backproject(chunk)  # product 2; nothing where hidden needs no gradient
             if plan.writes is Write.BEFORE_LOSS:
                 write(chunk)
         if plan.evaluates:
@@ -347,7 +348,9 @@ def run_spans(plan: Plan, rows: Rows, head: Projection, reader: Reader, gradient
             for part in span.chunks:
                 if recompute:
                     chunk = take(*part, reads=False, writes=True)
-                    reader.read(chunk, head)  # product 1 again, unless `write` projects (fused epilogue)
+                    reader.read(
+                        chunk, projection
+                    )  # product 1 again, unless `write` projects (fused epilogue)
                 write(chunk)
 
 
@@ -421,16 +424,16 @@ def run_head(
     elif plan.columns:
         projections = GatheredProjection
     writes = plan.writes is not Write.NEVER
-    head = projections(call, rows, gradients=writes)
+    projection = projections(call, rows, gradients=writes)
     if writes:
         gradients.open(call, deferred, several_chunks=plan.d_weight_parts > 1)
     chunked = rows if rows.replay is None else rows.replay.chunked
-    run_spans(plan, chunked, head, reader, gradients)
+    run_spans(plan, chunked, projection, reader, gradients)
     if plan.strategy == "cached_grad" and plan.evaluates:
-        reader.finish_cached_grad(head.d_hidden, head.d_hidden, head)
+        reader.finish_cached_grad(projection.d_hidden, projection.d_hidden, projection)
     if writes:
-        gradients.close(call, head, deferred)
-    return plan, reader, head
+        gradients.close(call, projection, deferred)
+    return plan, reader, projection
 
 
 @dataclass
@@ -555,11 +558,11 @@ def token_statistics(call: HeadCall) -> Statistics:
 
 def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
     N = call.targets.shape[0]
-    plan, reader, head = run_head(call, rows, Pass.STATISTICS, Gradients([call], fixed_dtypes=False))
+    plan, reader, projection = run_head(call, rows, Pass.STATISTICS, Gradients([call], fixed_dtypes=False))
     statistics = {
         name: x if name == METRICS else rows.scattered(x, N) for name, x in reader.named_statistics().items()
     }
-    return Statistics(statistics, head.d_hidden, rows, plan)
+    return Statistics(statistics, projection.d_hidden, rows, plan)
 
 
 def token_gradients(
@@ -603,11 +606,11 @@ def token_gradients(
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
         reader = kind(call, rows, None, None, row_statistics, grads)
-        head = Projection(call, rows, gradients=False)
+        projection = Projection(call, rows, gradients=False)
         make = torch.empty_like if rows.index is None else torch.zeros_like
-        head.d_hidden = make(dlogp_dhidden)
-        reader.finish_cached_grad(dlogp_dhidden, head.d_hidden, head)
-        gradients.close(call, head, one)
+        projection.d_hidden = make(dlogp_dhidden)
+        reader.finish_cached_grad(dlogp_dhidden, projection.d_hidden, projection)
+        gradients.close(call, projection, one)
         return one, gradients
     deferred = one
     if gradients.deferred is None:

@@ -222,18 +222,18 @@ class _Recorder(Gradients):
     """In the place of the sums: keeps the operands of product 3 instead of computing it."""
 
     chunk: Chunk | None = None
-    head: Projection | None = None
+    projection: Projection | None = None
 
     def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Nothing is summed."""
 
-    def add(self, chunk: Chunk, head: Projection) -> None:
+    def add(self, chunk: Chunk, projection: Projection) -> None:
         self.chunk = copy.copy(chunk)
 
-    def close(self, call: HeadCall, head: Projection, deferred: float | Tensor) -> None:
-        if type(head) is not Projection:
+    def close(self, call: HeadCall, projection: Projection, deferred: float | Tensor) -> None:
+        if type(projection) is not Projection:
             raise RuntimeError("its products are gathered")
-        self.head = head
+        self.projection = projection
 
 
 @dataclass
@@ -287,7 +287,7 @@ class CapturedPass:
         recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
-            return solve(early, rows, recorder), recorder.head, recorder.chunk
+            return solve(early, rows, recorder), recorder.projection, recorder.chunk
 
         self._replay_pass, (solved, projection, chunk) = capture(run, device)
         self._plan = solved.plan
@@ -319,11 +319,11 @@ class CapturedPass:
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)
-            head = _Head(self._rows, _new(self._d_hidden))
+            projection = _Head(self._rows, _new(self._d_hidden))
             if self._chunk is not None:
                 self._chunk.trained = self._trained  # which `add` has set to None
-                gradients.add(self._chunk, head)
-            gradients.close(call, head, 1.0)
+                gradients.add(self._chunk, projection)
+            gradients.close(call, projection, 1.0)
         return Solved(
             self._loss.clone(),
             self._metrics.clone(),

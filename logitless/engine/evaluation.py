@@ -123,10 +123,10 @@ def chunk_function(
 
     def objective(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the scalar to differentiate, (table of the report, values if the loss is unreduced))."""
-        z, _ = loss.head.logits(products, chunk.bias)
+        z, _ = loss.transform.logits(products, chunk.bias)
         inputs = dict(chunk.inputs)
         if inputs.get("teacher_logits") is not None:
-            inputs["teacher_logits"], _ = loss.teacher_head.logits(
+            inputs["teacher_logits"], _ = loss.teacher_transform.logits(
                 inputs["teacher_logits"], inputs.get("teacher_bias")
             )
         ignore_index = None if loss.compact else loss.ignore_index

@@ -134,16 +134,18 @@ class Gradients:
                 self.sums[bias] = torch.empty(V, 1, dtype=dtypes.bias, device=call.weight.device)
             self._bias = Sum(self.sums[bias], written=written)
 
-    def add(self, chunk: Chunk, head: Projection) -> None:
+    def add(self, chunk: Chunk, projection: Projection) -> None:
         """Product 3: add a chunk's d_weight and d_bias."""
         if self._weight is not None:
-            head.accumulate(self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written)
+            projection.accumulate(
+                self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written
+            )
             self._weight.written = True
             chunk.trained = None  # frees a scaled copy of the features before the layers' backward pass
         if self._bias is not None:
-            self._add_bias(chunk, head)
+            self._add_bias(chunk, projection)
 
-    def _add_bias(self, chunk: Chunk, head: Projection) -> None:
+    def _add_bias(self, chunk: Chunk, projection: Projection) -> None:
         gradient = chunk.gradient
         if chunk.factors:
             factor = math.prod(chunk.factors[1:], start=chunk.factors[0])
@@ -152,7 +154,7 @@ class Gradients:
         column = factor.to(gradient.dtype)
         total = self._bias.total
         if column.dtype == factor.dtype:
-            head.accumulate(total, gradient, column[:, None], first=not self._bias.written)
+            projection.accumulate(total, gradient, column[:, None], first=not self._bias.written)
         else:
             # Represent the factor as the sum of two numbers of the narrow dtype. A single number would round
             # the factor of all tokens in the same direction, and the errors would add up.
@@ -163,7 +165,7 @@ class Gradients:
             total.add_(share) if self._bias.written else total.copy_(share)
         self._bias.written = True
 
-    def close(self, call: HeadCall, head: Projection, deferred: float | Tensor) -> None:
+    def close(self, call: HeadCall, projection: Projection, deferred: float | Tensor) -> None:
         """End a head: zero sums that no chunk wrote, add d_hidden, and cast sums that no later head uses."""
         for total in (self._weight, self._bias):
             if total is not None and not total.written:
@@ -172,10 +174,12 @@ class Gradients:
             self._main.mul_(deferred)
         hidden, weight, bias, layers = call.indices
         if call.needs.hidden and hidden in self.sums:
-            self.sums[hidden].add_(head.d_hidden)
+            self.sums[hidden].add_(projection.d_hidden)
         elif call.needs.hidden:
-            self.sums[hidden] = head.d_hidden.to(call.stat_dtype) if self._several else head.d_hidden
-        rows = head.rows
+            self.sums[hidden] = (
+                projection.d_hidden.to(call.stat_dtype) if self._several else projection.d_hidden
+            )
+        rows = projection.rows
         if self._several:
             reached = dict.fromkeys((weight, bias, *layers), rows.supervised_count)
             for index, own in ({hidden: rows.supervised} | reached).items():
@@ -183,9 +187,9 @@ class Gradients:
         elif rows.supervised is not None:
             self.supervised = {hidden: rows.supervised}
             self.supervised |= dict.fromkeys((weight, bias, *layers), rows.supervised_count)
-        if head.layers is not None:
+        if projection.layers is not None:
             indices = dict(zip(call.layers.tensors, layers, strict=True))
-            for name, total in head.layers.sums.items():
+            for name, total in projection.layers.sums.items():
                 self.sums[indices[name]] = total.to(call.layers.tensors[name].dtype)
         if self._several:
             for index, x in ((weight, call.weight), (bias, call.bias)):

@@ -91,11 +91,12 @@ class LossSpec(Protocol):
 
     A reader also reads attributes that only the losses with this reader have:
 
-    * `TokenReader`, with a reference: `ref_head`, the transform of its logits.
-    * `LogitsReader`: `has_kernel` and `kernel`; with a teacher `teacher_head`, the transform of its logits.
+    * `TokenReader`, with a reference: `ref_transform`, the transform of its logits.
+    * `LogitsReader`: `has_kernel` and `kernel`; with a teacher `teacher_transform`, the transform of its
+      logits.
     * `IdsReader`: `k`, the number of ids that the reader selects per row (None: the ids are an input), and
       `slots`, the number of slots per row.
-    * `SupportReader`: `support`, `cancels`, `teacher_head`; and `has_kernel` and `kernel` with other
+    * `SupportReader`: `support`, `cancels`, `teacher_transform`; and `has_kernel` and `kernel` with other
       arguments, for `GatheredReader`.
     * `SpeculatorReader`: the fields of `SpeculatorLoss`.
     """
@@ -135,7 +136,7 @@ class LossSpec(Protocol):
     reader: ClassVar[type]
 
     @property
-    def head(self) -> LogitTransform:
+    def transform(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
 
     @property

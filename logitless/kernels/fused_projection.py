@@ -55,13 +55,13 @@ def new_gradient_buffer(weight: Tensor, rows: int) -> Tensor:
     return room if room.shape[1] == V else room[:, :V]
 
 
-def head_sums(weight: Tensor, bias: Tensor | None, head: LogitTransform) -> Tensor | None:
+def head_sums(weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor | None:
     """(H + 1,) fp32: the sum of the head's rows, followed by the sum of its bias; None with a softcap.
 
     The sum of the logits of a row is the product of its hidden state with this vector, so that no kernel
     needs to sum the logits.
     """
-    if head.softcap is not None:
+    if transform.softcap is not None:
         return None
     biases = weight.new_zeros(1, dtype=torch.float32) if bias is None else bias.float().sum()[None]
     return torch.cat((weight.sum(0, dtype=torch.float32), biases))
@@ -74,7 +74,7 @@ def read(
     out: TokenBuffers,  # (C,) each, written; sum_logits is unweighted
     *,
     gradient: Tensor | None,  # (C, V) from `new_gradient_buffer`, written; None: no gradient is stored
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
     sums: Tensor | None = None,  # from `head_sums`; None: the kernel sums the logits
@@ -88,7 +88,7 @@ def read(
     Returns:
         row_scale (C,), with d logp / d logits = row_scale[:, None] * gradient; None if `gradient` is None.
     """
-    options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
+    options = {"gradient": gradient, "transform": transform, "bias": bias, "ignore_index": ignore_index}
     return fused_products(hidden.device).read(hidden, weight, targets, out, **options, sums=sums)
 
 
@@ -100,12 +100,12 @@ def write(
     grads: TokenBuffers,
     *,
     gradient: Tensor,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,  # (V,) of sum_logits
     ignore_index: int = -100,
 ) -> None:
     """Recompute the logits tile by tile, and write d loss / d logits to `gradient`; zeros in ignored rows."""
-    options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
+    options = {"gradient": gradient, "transform": transform, "bias": bias, "ignore_index": ignore_index}
     products = fused_products(hidden.device)
     products.write(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)

@@ -68,7 +68,7 @@ class LogitsLoss(LinearLoss):
             )
 
     @property
-    def teacher_head(self) -> LogitTransform:
+    def teacher_transform(self) -> LogitTransform:
         return LogitTransform(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
     def has_kernel(

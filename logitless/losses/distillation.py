@@ -204,8 +204,8 @@ class DistillationLoss(LogitsLoss):
             "divergence": self.divergence,
             "beta": self.beta,
             "hard_weight": self.hard_loss_weight,
-            "head": self.head,
-            "teacher_head": self.teacher_head,
+            "transform": self.transform,
+            "teacher_transform": self.teacher_transform,
             "bias": bias,
             "teacher_bias": batch.teacher_bias,
         }

@@ -234,7 +234,7 @@ class LinearLoss(CheckedCall):
         return register_loss(self)
 
     @property
-    def head(self) -> LogitTransform:
+    def transform(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
         return LogitTransform(self.softcap, self.logit_scale, self.temperature)
 

@@ -48,7 +48,7 @@ class ComparedLoss(TokenLoss):
         return True
 
     @property
-    def ref_head(self) -> LogitTransform:
+    def ref_transform(self) -> LogitTransform:
         softcap = self.softcap if self.ref_softcap == "same" else self.ref_softcap
         scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
         return LogitTransform(softcap, scale, self.temperature)
@@ -68,7 +68,7 @@ class ComparedLoss(TokenLoss):
             targets = call.targets.long()
             if call.shift:
                 targets = shifted(targets, self.ignore_index, cu_seqlens=call.cu_seqlens)
-            logps = self.detached_logps(hidden, weight, bias, targets, self.ref_head, kept=call.kept)
+            logps = self.detached_logps(hidden, weight, bias, targets, self.ref_transform, kept=call.kept)
             # Align them with the unshifted labels, because the call shifts both.
             call.inputs["ref_logps"] = logps.roll(1, -1) if call.shift else logps
             for name in MODEL:
@@ -98,7 +98,7 @@ class ComparedLoss(TokenLoss):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        head: LogitTransform,
+        transform: LogitTransform,
         kl_cu_seqlens: Tensor | None = None,
         kept: AlignedMask | None = None,
     ) -> Tensor:
@@ -107,7 +107,7 @@ class ComparedLoss(TokenLoss):
         `targets` and the sets of `kept` are already shifted. `kl_cu_seqlens` is only checked.
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
-        options = head._asdict() | {name: getattr(self, name) for name in names}
+        options = transform._asdict() | {name: getattr(self, name) for name in names}
         loss = cached_loss(DetachedStatistics, **options)
         with torch.no_grad():
             statistics, _ = loss.statistics(

@@ -124,7 +124,7 @@ class SupportDistillation(LinearLoss):
         return every[:1] if self.cancels else every
 
     @property
-    def teacher_head(self) -> LogitTransform:
+    def teacher_transform(self) -> LogitTransform:
         return LogitTransform(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
     def slots(self, inputs: Mapping[str, Tensor | None]) -> int:
@@ -169,8 +169,8 @@ class SupportDistillation(LinearLoss):
             divergence=self.divergence,
             beta=self.beta,
             hard_weight=0.0,
-            head=LogitTransform(),
-            teacher_head=LogitTransform(),
+            transform=LogitTransform(),
+            teacher_transform=LogitTransform(),
         )
         return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
 

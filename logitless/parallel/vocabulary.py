@@ -59,7 +59,12 @@ class WholeVocabulary:
         """Merge a chunk's statistics of all shards to those of the whole vocabulary, in place."""
 
     def merge_gradient(
-        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: LogitTransform
+        self,
+        gradient: Tensor,
+        columns: Tensor,
+        stats: TokenBuffers,
+        factor: Tensor,
+        transform: LogitTransform,
     ) -> Tensor:
         """`merge_stats` for the results of `logprob_gradient`, which also computes a gradient and a row
         factor.
@@ -70,7 +75,7 @@ class WholeVocabulary:
             columns: (C,) targets, from `columns`.
             stats: (C,) each, changed in place.
             factor: (C,) row factor of `gradient` within this shard.
-            head: transform of the logits.
+            transform: transform of the logits.
 
         Returns:
             (C,) row factor of `gradient` in the whole vocabulary.
@@ -215,9 +220,14 @@ class ShardedVocabulary(WholeVocabulary):
         kernels.merge_stats(self._shards(stats), columns, stats, rank=self.rank, ignore_index=IGNORED)
 
     def merge_gradient(
-        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: LogitTransform
+        self,
+        gradient: Tensor,
+        columns: Tensor,
+        stats: TokenBuffers,
+        factor: Tensor,
+        transform: LogitTransform,
     ) -> Tensor:
-        options = {"rank": self.rank, "ignore_index": IGNORED, "head": head}
+        options = {"rank": self.rank, "ignore_index": IGNORED, "transform": transform}
         options |= {"gradient": gradient, "factor": factor}
         return kernels.merge_gradient(self._shards(stats), columns, stats, **options)
 

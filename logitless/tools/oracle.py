@@ -158,7 +158,7 @@ def full_logits(call: HeadCall, rows: Rows) -> Tensor:
         with autocast:
             blocks = layers.module.blocks(layers.head)
             x = torch.func.functional_call(blocks, dict(layers.tensors), (x,)).to(call.dtype)
-    return _mask_excluded_ids(call, rows, call.loss.head.logits(x @ weight.t(), call.bias)[0])
+    return _mask_excluded_ids(call, rows, call.loss.transform.logits(x @ weight.t(), call.bias)[0])
 
 
 def _mask_excluded_ids(call: HeadCall, rows: Rows, z: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ def compute_other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     row_input = call.loss.teacher_rows
     if name == "teacher" and row_input is not None:
         index = call.inputs[row_input][index]
-    head = getattr(call.loss, f"{name}_head")
-    z = head.logits(hidden[index].to(weight.dtype) @ weight.t(), bias)[0]
+    transform = getattr(call.loss, f"{name}_transform")
+    z = transform.logits(hidden[index].to(weight.dtype) @ weight.t(), bias)[0]
     return _mask_excluded_ids(call, rows, z) if name == "ref" else z
 
 

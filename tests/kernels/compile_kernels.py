@@ -84,17 +84,17 @@ def row_combinations() -> Iterator[Combination]:
         flags["BLOCK"] = cross_entropy_triton.BLOCK if extra else cross_entropy_triton.LONG_BLOCK
         # With the maxima of tiles, for the k best.
         tiles = {0, select_triton.TILE} if extra and not (total or write) else {0}
-        for tile, head in itertools.product(tiles, heads()):
+        for tile, transform in itertools.product(tiles, heads()):
             flags["TILE"] = tile
-            yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | head)
+            yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | transform)
 
 
 def gradient_combinations() -> Iterator[Combination]:
     for (logits, product), (extra, weights) in itertools.product(
         PAIRS, ((False, False), (True, False), (True, True))
     ):
-        for head in heads():
-            flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
+        for transform in heads():
+            flags = transform | {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
             flags["BLOCK"] = cross_entropy_triton.BLOCK
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
 
@@ -216,8 +216,8 @@ def set_combinations() -> Iterator[Combination]:
         yield combination("slot_products_kernel", {"hidden": x, "weight": x, "out": "fp32"}, products)
         for out in {x, "fp32"}:
             yield combination("slot_rows_kernel", {"weight": x, "out": out}, products)
-        for head in heads():
-            yield combination("picked_logits_kernel", {"logits": x}, read | head)
+        for transform in heads():
+            yield combination("picked_logits_kernel", {"logits": x}, read | transform)
     for extra in both:
         yield combination("set_statistics_kernel", {}, read | {"EXTRA": extra})
     names = ("LOGPS", "LSE", "ENTROPY", "HAS_SOFTCAP")
@@ -255,11 +255,11 @@ def target_combinations() -> Iterator[Combination]:
 
 def slot_combinations() -> Iterator[Combination]:
     few, both = {"K": slots_triton.FEWEST}, (False, True)
-    for head in heads():
+    for transform in heads():
         for logits in TYPES:
-            yield combination("pop_logits_kernel", {"logits": logits}, few | head)
+            yield combination("pop_logits_kernel", {"logits": logits}, few | transform)
         for extra in both:
-            yield combination("slot_statistics_kernel", {}, few | head | {"EXTRA": extra})
+            yield combination("slot_statistics_kernel", {}, few | transform | {"EXTRA": extra})
     names = ("LOGPS", "LSE", "REST", "EXTRA", "HAS_SOFTCAP")
     for flags in itertools.product(both, repeat=5):
         yield combination("sparse_grad_kernel", {}, few | dict(zip(names, flags, strict=True)))

@@ -163,26 +163,26 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
         h, w, targets, b = (x.cpu() for x in operands((6,), 40, 30, torch.float32 if autocast else dtype))
         h.requires_grad_(trainable != "nothing")
         w.requires_grad_(trainable == "all")
-        head = {"softcap": softcap, "logits_dtype": logits_dtype}
+        transform = {"softcap": softcap, "logits_dtype": logits_dtype}
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             losses = []
             for weights in (None, *(torch.ones(30, dtype=x, device="cpu") for x in DTYPES.values())):
                 for reduction in ("mean", "none"):
-                    loss = CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction, **head)
+                    loss = CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction, **transform)
                     losses.append(loss(h, w, targets, bias=b if bias else None, class_weights=weights).loss)
-            for observer in (SumObserver(**head), SquareObserver(**head)):
+            for observer in (SumObserver(**transform), SquareObserver(**transform)):
                 losses.append(observer(h, w, targets, bias=b if bias else None).loss)
                 with torch.no_grad():
                     observer(h, w, targets, bias=b if bias else None)
-            out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
+            out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **transform)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
             for compact in (True, False):
                 kept = SamplingMask.from_lists([[int(x), 0, 1] for x in targets], device="cpu")
-                given = {"bias": b if bias else None, "compact": compact, "sampling_mask": kept, **head}
+                given = {"bias": b if bias else None, "compact": compact, "sampling_mask": kept, **transform}
                 out = linear_logprobs(h, w, targets, entropy=entropy, **given)
                 losses += [out.logps, out.lse, *([out.entropy] if entropy is True else [])]
             for x in (logits_dtype, dtype):
-                linear_topk(h, w, 5, bias=b if bias else None, **head | {"logits_dtype": x})
+                linear_topk(h, w, 5, bias=b if bias else None, **transform | {"logits_dtype": x})
         if not entropy:  # which these have no options for, as for smoothing
             kinds = (
                 ("jsd", 0.3),
@@ -193,7 +193,7 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
             )
             for (divergence, beta), temperature in itertools.product(kinds, (1.0, 2.0)):
                 distillation = DistillationLoss(
-                    divergence=divergence, beta=beta, temperature=temperature, **head
+                    divergence=divergence, beta=beta, temperature=temperature, **transform
                 )
                 teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}
                 with torch.autocast("cpu", dtype=dtype, enabled=autocast):
@@ -206,12 +206,12 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
             for (divergence, beta), temperature, (verifier, ids) in itertools.product(
                 kinds, (1.0, 2.0), verifiers
             ):
-                draft = SpeculatorLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
+                draft = SpeculatorLoss(divergence=divergence, beta=beta, temperature=temperature, **transform)
                 with torch.autocast("cpu", dtype=dtype, enabled=autocast):
                     losses.append(draft([h], w, teacher_weight=verifier, draft_ids=ids, **given).loss)
         several = targets[:, None].expand(-1, 3)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
-            given = {"bias": b if bias else None, **head}
+            given = {"bias": b if bias else None, **transform}
             losses.append(linear_logprobs(h, w, several, entropy=entropy, **given).logps)
             packed = {"shift": True, "cu_seqlens": torch.tensor([0, 2, 6], device="cpu")}
             losses.append(linear_logprobs(h, w, targets, **packed, **given).logps)

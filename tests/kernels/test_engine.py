@@ -150,12 +150,12 @@ def test_gathered_columns(case):
     known = values.to(DEVICE), ids.to(DEVICE)
     mask = torch.tensor([token not in (0, 7) for token in range(11)], device=DEVICE)
     options = {"topk_mode": "renormalize", "divergence": divergence}
-    head = {"softcap": 3.0, "temperature": 0.8}
+    transform = {"softcap": 3.0, "temperature": 0.8}
 
     def ours(hidden, weight, targets, *, bias):
         loss = DistillationLoss(
             **options,
-            **head,
+            **transform,
             support="teacher",
             beta=0.3,
             skew_alpha=0.2,
@@ -167,7 +167,10 @@ def test_gathered_columns(case):
         return out
 
     def full(hidden, weight, targets, *, bias):
-        z = reference.head_logits(hidden, weight, bias, softcap=head["softcap"]) / head["temperature"]
+        z = (
+            reference.head_logits(hidden, weight, bias, softcap=transform["softcap"])
+            / transform["temperature"]
+        )
         if divergence == "skewed_kl":
             s, t = renormalized(z, known)
             values = (t.exp() * (t - torch.logaddexp(s + math.log(0.8), t + math.log(0.2)))).sum(-1)

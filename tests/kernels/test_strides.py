@@ -89,14 +89,14 @@ def statistics(x: dict[str, Tensor], *names: str) -> TokenBuffers:
     stats = allocate_stats(names, C, torch.float32, DEVICE)
     options = {"class_weights": x["class_weights"]} if "sum_logits" in names else {}
     token_statistics(
-        x["logits"], x["targets"], stats, head=HEAD, bias=x["bias"], ignore_index=IGNORED, **options
+        x["logits"], x["targets"], stats, transform=HEAD, bias=x["bias"], ignore_index=IGNORED, **options
     )
     return stats
 
 
 def single_pass(x: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     stats, gradient = allocate_stats(names, C, torch.float32, DEVICE), x["gradient"].clone()
-    options = {"gradient": gradient, "head": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
+    options = {"gradient": gradient, "transform": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
     row_scale = logprob_gradient(x["logits"], x["targets"], stats, **options)
     return {"gradient": gradient, "row_scale": row_scale, **dict(stats.items())}
 
@@ -105,7 +105,10 @@ def gradient_of(x: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     gradient = x["gradient"].clone()
     stats = TokenBuffers(**{name: x[name] for name in ("logps", "lse", "lse_residual", "entropy")})
     grads = TokenBuffers(**{name: x[f"d {name}"] for name in names})
-    options = {name: x[name] for name in ("bias", "class_weights")} | {"head": HEAD, "ignore_index": IGNORED}
+    options = {name: x[name] for name in ("bias", "class_weights")} | {
+        "transform": HEAD,
+        "ignore_index": IGNORED,
+    }
     logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
     return {"gradient": gradient}
 
@@ -172,8 +175,8 @@ def divergence_of(
         divergence=divergence,
         beta=DIVERGENCES[divergence],
         hard_weight=0.4,
-        head=HEAD,
-        teacher_head=TEACHER_HEAD,
+        transform=HEAD,
+        teacher_transform=TEACHER_HEAD,
         bias=x["bias"],
         teacher_bias=x["teacher_bias"],
     )
@@ -218,7 +221,7 @@ def test_rows_of_logits(rows):
         stats = statistics(x, "sum_logits")
         grads = TokenBuffers(**{name: x["factors"] for name in DIFFERENTIABLE})
         wide = poisoned(C, 2 * V, dtype=torch.float32)
-        options = {"head": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
+        options = {"transform": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
         logits_gradient(x["logits"], x["targets"], stats, grads, gradient=wide[:, :V], **options)
         assert wide[:, V:].isnan().all()
         return {"gradient": wide[:, :V], **dict(stats.items())}
@@ -247,7 +250,7 @@ def test_rows_with_gaps_are_refused(operand):
             matrices = {name: gaps if name == operand else x["logits"] for name in ("logits", "gradient")}
             grads = TokenBuffers(logps=x["factors"])
             logits_gradient(
-                matrices["logits"], x["targets"], stats, grads, gradient=matrices["gradient"], head=HEAD
+                matrices["logits"], x["targets"], stats, grads, gradient=matrices["gradient"], transform=HEAD
             )
 
 
@@ -256,7 +259,7 @@ def test_numbers_with_gaps_are_not_written():
     x, numbers = operands(), poisoned(C, 3, 2, dtype=torch.float32)[..., 0].unbind(1)
     stats = TokenBuffers(**dict(zip(("logps", "lse", "lse_residual"), numbers, strict=True)))
     with pytest.raises(ValueError, match="^logps: expected a contiguous tensor to write to, got strides"):
-        token_statistics(x["logits"], x["targets"], stats, head=HEAD, ignore_index=IGNORED)
+        token_statistics(x["logits"], x["targets"], stats, transform=HEAD, ignore_index=IGNORED)
 
 
 @layouts
@@ -302,7 +305,7 @@ def test_fp64_logits_keep_the_digits_of_fp64_vectors():
     def sums(vectors: dict[str, Tensor]) -> Tensor:
         stats = allocate_stats(("sum_logits",), C, torch.float64, DEVICE)
         token_statistics(
-            x["logits"], x["targets"], stats, head=LogitTransform(), ignore_index=IGNORED, **vectors
+            x["logits"], x["targets"], stats, transform=LogitTransform(), ignore_index=IGNORED, **vectors
         )
         return stats.sum_logits
 

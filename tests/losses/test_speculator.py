@@ -88,7 +88,7 @@ def definition(
         return x.double() @ weight.double().T if exact else (x @ weight.T).double()
 
     draft_ids = w.draft_ids if ids else torch.arange(w.vocab, device=DEVICE)
-    hiddens, head = loss.head, loss.teacher_head
+    hiddens, head = loss.transform, loss.teacher_transform
     full = product(w.teacher_hidden.reshape(-1, HV), w.teacher_weight)
     full = head.logits(full, w.teacher_bias.double())[0]
     if loss.teacher_softmax == "draft":

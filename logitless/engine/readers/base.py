@@ -147,7 +147,7 @@ class Reader:
 
     # -- The chunk loop
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, projection: Projection) -> None:
         """Project the chunk (product 1: logits = features @ weight.T) and, if `chunk.reads`, read it.
 
         With a fused epilogue, a chunk that is not read is projected by `write` instead.
@@ -158,8 +158,8 @@ class Reader:
 
         Args:
             chunk: the rows.
-            head: the projection of the pass, which has the product; `head.call.loss.head` is the transform of
-                the logits.
+            projection: the projection of the pass, which has the product; `call.loss.transform` is the
+                transform of the logits.
         """
         raise NotImplementedError
 
@@ -170,7 +170,7 @@ class Reader:
         """
         raise NotImplementedError
 
-    def write(self, chunk: Chunk, head: Projection) -> None:
+    def write(self, chunk: Chunk, projection: Projection) -> None:
         """Set `chunk.gradient`, the gradient of the chunk's logits up to the row factors.
 
         It is written over the logits (`chunk.grad_buffer`), except by the readers of gathered logits, and of
@@ -188,13 +188,13 @@ class Reader:
         """Return the statistics in `statistic_names` by name: (rows, ...) per token, or `METRICS`."""
         raise NotImplementedError
 
-    def finish_cached_grad(self, dlogp_dhidden: Tensor, out: Tensor, head: Projection) -> None:
+    def finish_cached_grad(self, dlogp_dhidden: Tensor, out: Tensor, projection: Projection) -> None:
         """Compute d_hidden from d logp / d hidden and the gradients of the statistics (strategy cached_grad).
 
         Args:
             dlogp_dhidden: (N, H) d logp / d hidden.
             out: (N, H) d_hidden, written; may be `dlogp_dhidden`.
-            head: the projection of the pass.
+            projection: the projection of the pass.
         """
         rows = self.rows
         factor = self.cached_grad_factor()
@@ -205,7 +205,9 @@ class Reader:
         for start in range(0, rows.count, SCALED_ROWS):
             stop = min(start + SCALED_ROWS, rows.count)
             at = rows.at(start, stop)
-            scaled = self.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), head).to(out.dtype)
+            scaled = self.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), projection).to(
+                out.dtype
+            )
             if isinstance(at, slice):
                 out[at] = scaled
             else:
@@ -216,7 +218,7 @@ class Reader:
         return None
 
     def scale_cached_grad(
-        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, projection: Projection
     ) -> Tensor:
         """(n, H) d loss / d hidden of the rows `rows` of the statistics, which are the rows `at` of the call.
 

@@ -78,18 +78,18 @@ class GatheredReader(IdsReader):
         }
         return zeros | self.stats
 
-    def read(self, chunk: Chunk, head: GatheredProjection) -> None:
-        head.project(chunk)
+    def read(self, chunk: Chunk, projection: GatheredProjection) -> None:
+        projection.project(chunk)
         if not chunk.reads:
             return
         call = self.call
-        columns = head.columns
+        columns = projection.columns
         bias = None if call.bias is None else call.bias[columns.clamp(min=0).long()]
-        z, _ = call.loss.head.logits(chunk.logits, bias)
+        z, _ = call.loss.transform.logits(chunk.logits, bias)
         if call.vocabulary.sharded:
             z = call.vocabulary.reduce(torch.where(columns >= 0, z, 0.0))
-        z = z.masked_fill_(head.teacher == -torch.inf, -torch.inf)
-        self._keep(chunk, {"logps": z, "teacher_logps": head.teacher})
+        z = z.masked_fill_(projection.teacher == -torch.inf, -torch.inf)
+        self._keep(chunk, {"logps": z, "teacher_logps": projection.teacher})
 
     def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
         if chunk.count == self.rows.count:
@@ -118,9 +118,9 @@ class GatheredReader(IdsReader):
         terms, metrics = map(batch_of(call, self.rows, span).masked, result)
         self.reports.append(report(call.loss, (terms, metrics), self.factors))
 
-    def write(self, chunk: Chunk, head: Projection) -> None:
+    def write(self, chunk: Chunk, projection: Projection) -> None:
         rows = chunk.rows
-        slope = self.call.loss.head.derivative_at(self.stats["logps"][rows])
+        slope = self.call.loss.transform.derivative_at(self.stats["logps"][rows])
         # Values in empty slots are arbitrary, and are not read.
         gradient = self.grads["logps"][rows]
         chunk.gradient = gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope

@@ -39,7 +39,7 @@ class SlotReader(NamedTuple):
     of the whole vocabulary; a negative id is an empty slot.
     """
 
-    head: LogitTransform
+    transform: LogitTransform
     bias: Tensor | None  # (columns,)
     vocabulary: WholeVocabulary
     V: int
@@ -50,12 +50,12 @@ class SlotReader(NamedTuple):
     @property
     def options(self) -> dict:
         """Keyword arguments for the kernels that read a chunk."""
-        return {"head": self.head, "bias": self.bias, "ignore_index": self.ignore_index}
+        return {"transform": self.transform, "bias": self.bias, "ignore_index": self.ignore_index}
 
     @property
     def kept(self) -> dict:
         """Keyword arguments for `slots.sparse_grad`: ignored rows, and the transform of the head."""
-        return {"head": self.head, "targets": self.targets, "ignore_index": self.ignore_index}
+        return {"transform": self.transform, "targets": self.targets, "ignore_index": self.ignore_index}
 
     def statistics(
         self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None
@@ -71,7 +71,7 @@ class SlotReader(NamedTuple):
         Overwrites these logits in the chunk with a value whose exponential is 0.
         """
         columns = self.vocabulary.to_local_ids(ids)
-        z = slots.pop_logits(logits, columns, head=self.head, bias=self.bias)
+        z = slots.pop_logits(logits, columns, transform=self.transform, bias=self.bias)
         return self.vocabulary.logits_of(ids, z, columns)
 
     def ids_statistics(
@@ -179,8 +179,8 @@ class IdsReader(Reader):
     def named_statistics(self) -> dict[str, Tensor]:
         return self.stats
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
-        head.project(chunk)
+    def read(self, chunk: Chunk, projection: Projection) -> None:
+        projection.project(chunk)
         if not chunk.reads:
             return
         self.read_ids(chunk, self._slot_reader(chunk), self.call.inputs["ids"][chunk.row_index])
@@ -207,7 +207,7 @@ class IdsReader(Reader):
             self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)
         targets = self._targets[chunk.row_index]
         return SlotReader(
-            call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype
+            call.loss.transform, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype
         )
 
     def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
@@ -222,7 +222,7 @@ class IdsReader(Reader):
                 self.grads[name] = torch.zeros_like(self.stats[name])
             self.grads[name][rows] = gradient
 
-    def write(self, chunk: Chunk, head: Projection) -> None:
+    def write(self, chunk: Chunk, projection: Projection) -> None:
         slot_reader = self._slot_reader(chunk)
         rows = chunk.rows
         stats = self._at(rows)
@@ -245,7 +245,11 @@ class IdsReader(Reader):
         # If there is no target in the chunk, the kernel does not use log-probabilities: pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         token_stats = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
-        options = {"head": slot_reader.head, "bias": slot_reader.bias, "ignore_index": chunk.ignore_index}
+        options = {
+            "transform": slot_reader.transform,
+            "bias": slot_reader.bias,
+            "ignore_index": chunk.ignore_index,
+        }
         kernels.logits_gradient(
             chunk.logits, slot_reader.targets, token_stats, grads, gradient=chunk.grad_buffer, **options
         )
@@ -262,7 +266,7 @@ class IdsReader(Reader):
         return () if chunk.factor is None else (chunk.factor,)
 
     def scale_cached_grad(
-        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, projection: Projection
     ) -> Tensor:
         """(n, H) d loss / d hidden of the rows `rows` of the statistics, which are the rows `at` of the call.
 
@@ -271,13 +275,17 @@ class IdsReader(Reader):
         """
         call = self.call
         loss = call.loss
-        options = {"head": loss.head, "targets": call.targets[at], "ignore_index": loss.ignore_index}
+        options = {
+            "transform": loss.transform,
+            "targets": call.targets[at],
+            "ignore_index": loss.ignore_index,
+        }
         ids, entries, factor = slots.sparse_grad(self._at(rows), self._upstream(rows), **options)
         columns = call.vocabulary.to_local_ids(ids)
         if not call.vocabulary.sharded:
             out = torch.empty_like(dlogp_dhidden)
-            return weighted_rows(head.weight, columns, entries, out, base=dlogp_dhidden, factor=factor)
-        input_terms = call.vocabulary.reduce(weighted_rows(head.weight, columns, entries))
+            return weighted_rows(projection.weight, columns, entries, out, base=dlogp_dhidden, factor=factor)
+        input_terms = call.vocabulary.reduce(weighted_rows(projection.weight, columns, entries))
         return torch.addcmul(input_terms, dlogp_dhidden.to(input_terms.dtype), factor[:, None])
 
 
@@ -292,8 +300,8 @@ class TopkReader(IdsReader):
     def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         return ("ids", "logps", "lse", "entropy")
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
-        head.project(chunk)
+    def read(self, chunk: Chunk, projection: Projection) -> None:
+        projection.project(chunk)
         slot_reader = self._slot_reader(chunk)
         k = self.call.loss.k
         maxima = selection.new_maxima(chunk.logits, min(k, chunk.logits.shape[1]))
@@ -315,12 +323,12 @@ def best(logits: Tensor, k: int, slot_reader: SlotReader, maxima: Tensor | None 
     """
     vocabulary = slot_reader.vocabulary
     width = logits.shape[1]
-    options = {"head": slot_reader.head, "bias": slot_reader.bias, "maxima": maxima}
+    options = {"transform": slot_reader.transform, "bias": slot_reader.bias, "maxima": maxima}
     columns = selection.select(logits, min(k, width), **options)
     if not vocabulary.sharded:
         return columns
     bias = None if slot_reader.bias is None else slot_reader.bias[columns]
-    z = selection.compared(logits.gather(1, columns), slot_reader.head, bias)
+    z = selection.compared(logits.gather(1, columns), slot_reader.transform, bias)
     missing = (0, min(k, max(vocabulary.sizes)) - columns.shape[1])
     z = pad(z, missing, value=-torch.inf)
     ids = pad(columns + vocabulary.start, missing, value=slot_reader.V)

@@ -80,8 +80,8 @@ class LogitsReader(Reader):
             METRICS: settled(self.call.loss, self.reports, self.call.stat_dtype)[1:].clone(),
         }
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
-        head.project(chunk)
+    def read(self, chunk: Chunk, projection: Projection) -> None:
+        projection.project(chunk)
         if chunk.reads:
             self._evaluate(Span(chunk.start, chunk.stop), chunk.logits, chunk if chunk.writes else None)
 
@@ -142,7 +142,7 @@ class LogitsReader(Reader):
         if self.values is not None:
             self.values[span.start : span.stop] = values
 
-    def write(self, chunk: Chunk, head: Projection) -> None:
+    def write(self, chunk: Chunk, projection: Projection) -> None:
         chunk.gradient = self._gradient.to(self.call.dtype)
         self._gradient = None
 

@@ -107,22 +107,22 @@ class ReplayReader(TokenReader):
     def named_statistics(self) -> dict[str, Tensor]:
         return {name: self.replay.in_row_order(x) for name, x in super().named_statistics().items()}
 
-    def read(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def read(self, chunk: Chunk, projection: ReplayProjection) -> None:
         kind = chunk.kind
         if kind is Kind.PLAIN:
-            super().read(chunk, head)
+            super().read(chunk, projection)
         elif kind is Kind.GATHERED:
-            self._read_gathered(chunk, head)
+            self._read_gathered(chunk, projection)
         else:
-            self._read_picked(chunk, head)
+            self._read_picked(chunk, projection)
 
-    def _read_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def _read_gathered(self, chunk: Chunk, projection: ReplayProjection) -> None:
         call = self.call
-        slots = head.local[GATHERED]
+        slots = projection.local[GATHERED]
         logits = self.replay.logits
         if GATHERED not in logits:
-            products = sets.slot_products(chunk.features, head.weight, slots, call.stat_dtype)
-            logits[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)
+            products = sets.slot_products(chunk.features, projection.weight, slots, call.stat_dtype)
+            logits[GATHERED] = self._logits(products, slots, call.loss.transform, call.bias)
         if not chunk.reads:
             return
         sets.set_statistics(logits[GATHERED], slots, self._stats(chunk))
@@ -130,14 +130,16 @@ class ReplayReader(TokenReader):
             inputs = call.inputs
             hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype).contiguous()
             products = sets.slot_products(hidden, self.ref_weight, slots, call.stat_dtype)
-            z = self._logits(products, slots, call.loss.ref_head, inputs["ref_bias"])
+            z = self._logits(products, slots, call.loss.ref_transform, inputs["ref_bias"])
             self._keep_reference(chunk, z, slots)
 
-    def _logits(self, products: Tensor, slots: Slots, head: LogitTransform, bias: Tensor | None) -> Tensor:
+    def _logits(
+        self, products: Tensor, slots: Slots, transform: LogitTransform, bias: Tensor | None
+    ) -> Tensor:
         """(S,) logits of the slots of all ranks, from this rank's products; rounded like those of a chunk."""
         products = products.to(self.call.logits_dtype).to(products.dtype)
         bias = None if bias is None else bias[slots.ids.clamp(min=0)]
-        z, _ = head.logits(products, bias)
+        z, _ = transform.logits(products, bias)
         return self._of_all_ranks(z, slots)
 
     def _of_all_ranks(self, z: Tensor, slots: Slots) -> Tensor:
@@ -146,46 +148,52 @@ class ReplayReader(TokenReader):
             return z
         return self.call.vocabulary.reduce(torch.where(slots.ids >= 0, z, 0.0))
 
-    def _read_picked(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def _read_picked(self, chunk: Chunk, projection: ReplayProjection) -> None:
         call = self.call
-        slots = self._picked_slots(chunk, head)
+        slots = self._picked_slots(chunk, projection)
         stats = self._stats(chunk)
         if chunk.reads and self.ref_logps is not None:
             inputs = call.inputs
             rest = self._without_sets(chunk, slots)
             hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
             project(hidden, self.ref_weight, chunk.logits)
-            z = self._picked_logits(chunk, slots, call.loss.ref_head, inputs["ref_bias"])
+            z = self._picked_logits(chunk, slots, call.loss.ref_transform, inputs["ref_bias"])
             if rest is not None:
                 ref_stats = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
-                options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
+                options = {"transform": call.loss.ref_transform, "bias": inputs["ref_bias"]}
                 kernels.token_statistics(
                     chunk.logits, rest, ref_stats, **options, ignore_index=chunk.ignore_index
                 )
                 call.vocabulary.merge_stats(ref_stats, rest)
                 self.ref_logps[chunk.rows] = ref_stats.logps
             self._keep_reference(chunk, z, slots)
-        head.project(chunk)
+        projection.project(chunk)
         rest = self._without_sets(chunk, slots)
-        z = self._picked_logits(chunk, slots, call.loss.head, call.bias)
+        z = self._picked_logits(chunk, slots, call.loss.transform, call.bias)
         self.replay.logits[PICKED] = z
         if not chunk.reads:
             return
         if rest is not None:
-            options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignore_index}
+            options = {
+                "transform": call.loss.transform,
+                "bias": call.bias,
+                "ignore_index": chunk.ignore_index,
+            }
             kernels.token_statistics(chunk.logits, rest, stats, **options)
             call.vocabulary.merge_stats(stats, rest)
         sets.set_statistics(z, slots, stats)
 
-    def _picked_logits(self, chunk: Chunk, slots: Slots, head: LogitTransform, bias: Tensor | None) -> Tensor:
+    def _picked_logits(
+        self, chunk: Chunk, slots: Slots, transform: LogitTransform, bias: Tensor | None
+    ) -> Tensor:
         """(S,) logits of the chunk's slots; the entries for other chunks are arbitrary."""
         z = torch.zeros(slots.ids.shape[0], dtype=self.call.stat_dtype, device=slots.ids.device)
-        sets.picked_logits(chunk.logits, slots, z, head=head, bias=bias)
+        sets.picked_logits(chunk.logits, slots, z, transform=transform, bias=bias)
         return self._of_all_ranks(z, slots)
 
-    def _picked_slots(self, chunk: Chunk, head: ReplayProjection) -> Slots:
+    def _picked_slots(self, chunk: Chunk, projection: ReplayProjection) -> Slots:
         first = chunk.start - self.replay.plain
-        return head.local[PICKED].of_rows(first, chunk.stop - self.replay.plain)
+        return projection.local[PICKED].of_rows(first, chunk.stop - self.replay.plain)
 
     def _without_sets(self, chunk: Chunk, slots: Slots) -> Tensor | None:
         """(C,) targets, ignored in rows that have a set; None if the host knows that every row has one."""
@@ -222,25 +230,31 @@ class ReplayReader(TokenReader):
         self.stats, self.ref_logps = stats, ref_logps
         self.grads = TokenBuffers(**{name: replay.in_chunk_order(x) for name, x in self.grads.items()})
 
-    def write(self, chunk: Chunk, head: ReplayProjection) -> None:
+    def write(self, chunk: Chunk, projection: ReplayProjection) -> None:
         kind = chunk.kind
         loss = self.call.loss
         if kind is Kind.PLAIN:
-            super().write(chunk, head)
+            super().write(chunk, projection)
             return
         stats = self._stats(chunk)
         grads = self.grads[chunk.rows]
         if kind is Kind.GATHERED:
             z = self.replay.logits[GATHERED]
-            slots = head.local[GATHERED]
-            chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.head)
+            slots = projection.local[GATHERED]
+            chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.transform)
             return
-        slots = self._picked_slots(chunk, head)
+        slots = self._picked_slots(chunk, projection)
         chunk.gradient = chunk.grad_buffer
         rest = self._without_sets(chunk, slots)
         if rest is None:
             chunk.grad_buffer.zero_()
         else:
-            options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
+            options = {
+                "transform": loss.transform,
+                "bias": self.call.bias,
+                "ignore_index": chunk.ignore_index,
+            }
             kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.grad_buffer, **options)
-        sets.scatter_gradient(chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.head)
+        sets.scatter_gradient(
+            chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.transform
+        )

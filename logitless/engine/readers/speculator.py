@@ -79,8 +79,8 @@ class SpeculatorReader(LogitsReader):
     def named_statistics(self) -> dict[str, Tensor]:
         return {"values": self.values, METRICS: self._metrics()}
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
-        head.project(chunk)
+    def read(self, chunk: Chunk, projection: Projection) -> None:
+        projection.project(chunk)
         if chunk.reads:
             self._compare(chunk)
 
@@ -140,8 +140,8 @@ class SpeculatorReader(LogitsReader):
             "divergence": loss.divergence,
             "beta": loss.beta,
             "hard_weight": loss.hard_loss_weight,
-            "head": loss.head,
-            "teacher_head": loss.teacher_head,
+            "transform": loss.transform,
+            "teacher_transform": loss.teacher_transform,
             "bias": call.bias,
             "teacher_bias": self._teacher[2],
             "overlap": True,
@@ -198,9 +198,11 @@ class SpeculatorReader(LogitsReader):
             label = self._best(logits, bias) if _labels_itself(call) else None
             return Verifier(logits, label=label)
         ids = call.inputs["draft_ids"]
-        head = call.loss.teacher_head
+        transform = call.loss.teacher_transform
         stats = allocate_stats((), len(index), torch.promote_types(like.dtype, torch.float32), like.device)
-        token_statistics(logits, torch.zeros_like(index), stats, head=head, bias=bias, ignore_index=-1)
+        token_statistics(
+            logits, torch.zeros_like(index), stats, transform=transform, bias=bias, ignore_index=-1
+        )
         label = call.inputs["draft_columns"][self._best(logits, bias)]
         self._selected_buffer = _roomy(self._selected_buffer, len(index), len(ids), like)
         selected = self._selected_buffer[: len(index)]
@@ -209,11 +211,11 @@ class SpeculatorReader(LogitsReader):
 
     def _best(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """(R,) the ids of the verifier's largest logits."""
-        head = self.call.loss.teacher_head
+        transform = self.call.loss.teacher_transform
         ranks = self.call.vocabulary
         if ranks.sharded:
-            return divergence.sharded_best(logits, head, bias, ranks)
-        return select.select(logits, 1, head=head, bias=bias)[:, 0]
+            return divergence.sharded_best(logits, transform, bias, ranks)
+        return select.select(logits, 1, transform=transform, bias=bias)[:, 0]
 
     def _report(self, total: Tensor, *, complete: bool = True) -> None:
         """Report the loss of a chunk and, after the last chunk, the metrics."""

@@ -86,8 +86,8 @@ class SupportReader(IdsReader):
             row += call.width * call.dtype.itemsize
         return costs._replace(row_bytes=row)
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
-        head.project(chunk)
+    def read(self, chunk: Chunk, projection: Projection) -> None:
+        projection.project(chunk)
         if not chunk.reads:
             return
         slot_reader = self._slot_reader(chunk)
@@ -133,7 +133,7 @@ class SupportReader(IdsReader):
         logits = project(hidden[chunk.row_index].to(weight.dtype), weight, self._teacher_buffer[:rows])
         vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
         teacher = slot_reader._replace(
-            head=call.loss.teacher_head,
+            transform=call.loss.teacher_transform,
             bias=call.inputs["teacher_bias"],
             vocabulary=vocabulary,
             V=V,
@@ -167,7 +167,7 @@ class SupportReader(IdsReader):
         columns, labelled = self._labels(chunk)
         stats = kernels.allocate_stats((), len(columns), slot_reader.dtype, chunk.logits.device)
         options = {
-            "head": self._warm(slot_reader),
+            "transform": self._warm(slot_reader),
             "bias": slot_reader.bias,
             "ignore_index": chunk.ignore_index,
         }
@@ -194,12 +194,12 @@ class SupportReader(IdsReader):
         return torch.where(ignored, chunk.targets, torch.where(local, columns, width)), labelled
 
     def _warm(self, slot_reader: SlotReader):
-        return slot_reader.head._replace(temperature=1.0)
+        return slot_reader.transform._replace(temperature=1.0)
 
-    def write(self, chunk: Chunk, head: Projection) -> None:
+    def write(self, chunk: Chunk, projection: Projection) -> None:
         hard_grads = self.grads.get("hard")
         if hard_grads is None:
-            super().write(chunk, head)
+            super().write(chunk, projection)
             return
         rows = chunk.rows
         slot_reader = self._slot_reader(chunk)
@@ -208,14 +208,14 @@ class SupportReader(IdsReader):
         warm = self._warm(slot_reader)
         g = torch.where(labelled, hard_grads[rows], 0.0)
         ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **slot_reader.kept)
-        if warm == slot_reader.head:
+        if warm == slot_reader.transform:
             both = TokenBuffers(logps=g, lse=factor)
             self._spread(chunk, slot_reader._replace(targets=columns), stats, both)
         else:
             # The softmax at temperature 1, before `_spread` overwrites the logits.
             label_stats = self._of_label(stats)
             label_grad = torch.empty_like(chunk.grad_buffer)
-            options = {"head": warm, "bias": slot_reader.bias, "ignore_index": chunk.ignore_index}
+            options = {"transform": warm, "bias": slot_reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
                 chunk.logits, columns, label_stats, TokenBuffers(logps=g), gradient=label_grad, **options
             )
@@ -224,7 +224,7 @@ class SupportReader(IdsReader):
         # The gradient of the label's loss at the ids of the support, whose logits were overwritten in the
         # chunk.
         labels = torch.where(labelled, self.call.inputs["labels"][chunk.row_index].long(), -2)
-        z = (stats["logps"] + stats["lse"][:, None]) * slot_reader.head.temperature
+        z = (stats["logps"] + stats["lse"][:, None]) * slot_reader.transform.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]
         p = (z - stats["hard_lse"][:, None] + rounding[:, None]).exp()
         label_entries = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)

@@ -129,51 +129,51 @@ class TokenReader(Reader):
         predicted = {} if self.predictions is None else {"predictions": self.predictions}
         return dict(self.stats.items()) | predicted
 
-    def read(self, chunk: Chunk, head: Projection) -> None:
+    def read(self, chunk: Chunk, projection: Projection) -> None:
         if not chunk.reads:
             if not self.fused_epilogue:
-                head.project(chunk)
+                projection.project(chunk)
             return
         loss = self.call.loss
         vocabulary = self.call.vocabulary
         if self.ref_logps is not None:
             self._read_reference(chunk)
         if not self.fused_epilogue:
-            head.project(chunk)
+            projection.project(chunk)
         stats = self.stats[chunk.rows]
         if self.predictions is not None:
-            how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
+            how = loss.transform, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
             ids = best(chunk.logits, 1, SlotReader(*how, self.call.stat_dtype))
             self.predictions[chunk.rows] = ids[:, 0]
-        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
+        options = {"transform": loss.transform, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
-            options["sums"] = self._head_sums(head)
+            options["sums"] = self._head_sums(projection)
         if chunk.writes and self.is_multiple:
             chunk.gradient = options["gradient"] = chunk.grad_buffer
             if self.fused_epilogue:
-                factor = fused.read(chunk.features, head.weight, chunk.targets, stats, **options)
+                factor = fused.read(chunk.features, projection.weight, chunk.targets, stats, **options)
             else:
                 weights = self._sum_weights()
                 factor = kernels.logprob_gradient(
                     chunk.logits, chunk.targets, stats, class_weights=weights, **options
                 )
             chunk.factor = vocabulary.merge_gradient(
-                chunk.grad_buffer, chunk.targets, stats, factor, loss.head
+                chunk.grad_buffer, chunk.targets, stats, factor, loss.transform
             )
             if self.keeps_dlogp_dhidden and target_apart(loss):
                 _clear_target(chunk)
             return
         if self.fused_epilogue:
-            fused.read(chunk.features, head.weight, chunk.targets, stats, gradient=None, **options)
+            fused.read(chunk.features, projection.weight, chunk.targets, stats, gradient=None, **options)
         else:
             weights = self._sum_weights()
             kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=weights, **options)
         vocabulary.merge_stats(stats, chunk.targets)
 
-    def _head_sums(self, head: Projection) -> Tensor | None:
+    def _head_sums(self, projection: Projection) -> Tensor | None:
         """`fused_projection.head_sums`, computed for the first chunk if the loss observes `sum_logits`."""
         if self.head_sums is None and self.stats.sum_logits is not None:
-            self.head_sums = fused.head_sums(head.weight, self.call.bias, self.call.loss.head)
+            self.head_sums = fused.head_sums(projection.weight, self.call.bias, self.call.loss.transform)
         return self.head_sums
 
     def _read_reference(self, chunk: Chunk) -> None:
@@ -182,7 +182,11 @@ class TokenReader(Reader):
         inputs = call.inputs
         hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
-        options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignore_index}
+        options = {
+            "transform": call.loss.ref_transform,
+            "bias": inputs["ref_bias"],
+            "ignore_index": chunk.ignore_index,
+        }
         if self.fused_epilogue:
             fused.read(hidden, self.ref_weight, chunk.targets, stats, gradient=None, **options)
         else:
@@ -211,16 +215,16 @@ class TokenReader(Reader):
             else:
                 getattr(self.grads, name)[span.start : span.stop] = gradient
 
-    def write(self, chunk: Chunk, head: Projection) -> None:
+    def write(self, chunk: Chunk, projection: Projection) -> None:
         loss = self.call.loss
         stats = self.stats[chunk.rows]
         grads = self.grads[chunk.rows]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
-        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
+        options = {"transform": loss.transform, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         options |= {"gradient": chunk.grad_buffer, "class_weights": self._sum_weights()}
         if self.fused_epilogue:
-            fused.write(chunk.features, head.weight, chunk.targets, stats, grads, **options)
+            fused.write(chunk.features, projection.weight, chunk.targets, stats, grads, **options)
         else:
             kernels.logits_gradient(chunk.logits, chunk.targets, stats, grads, **options)
         chunk.gradient = chunk.grad_buffer
@@ -240,7 +244,7 @@ class TokenReader(Reader):
         return torch.zeros_like(self.stats.lse) if self.grads.logps is None else self.grads.logps
 
     def scale_cached_grad(
-        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, projection: Projection
     ) -> Tensor:
         """d loss / d hidden of some rows, from `dlogp_dhidden`.
 
@@ -260,9 +264,9 @@ class TokenReader(Reader):
         targets = call.targets[at]
         supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
         g_target = torch.where(
-            supervised, g_target * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0
+            supervised, g_target * call.loss.transform.derivative_at(stats.logps + stats.lse), 0.0
         )
-        head_rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
+        head_rows = call.vocabulary.rows_of(projection.weight, torch.where(supervised, targets, 0))
         # Type promotion computes this in the dtype of the statistics, which is wider, without copies in this
         # dtype.
         return (dlogp_dhidden * (g_logp - g_lse)[:, None]).addcmul_(g_target[:, None], head_rows)

@@ -78,7 +78,7 @@ def token_statistics(
     targets: Tensor,  # (C,) int64; V or more for a target in another shard of the vocabulary
     out: TokenBuffers,  # (C,) each, written
     *,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
@@ -99,13 +99,13 @@ def token_statistics(
             out,
             bias=bias,
             class_weights=class_weights,
-            head=head,
+            transform=transform,
             ignore_index=ignore_index,
             gradient=None,
             maxima=maxima,
         )
         return
-    _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index)
+    _token_statistics_twin(logits, targets, out, transform, bias, class_weights, ignore_index)
 
 
 def logprob_gradient(
@@ -114,7 +114,7 @@ def logprob_gradient(
     out: TokenBuffers,
     *,
     gradient: Tensor,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
@@ -133,11 +133,11 @@ def logprob_gradient(
             out,
             bias=bias,
             class_weights=class_weights,
-            head=head,
+            transform=transform,
             ignore_index=ignore_index,
             gradient=gradient,
         )
-    _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index, gradient)
+    _token_statistics_twin(logits, targets, out, transform, bias, class_weights, ignore_index, gradient)
     return torch.ones_like(out.lse)
 
 
@@ -148,7 +148,7 @@ def logits_gradient(
     grads: TokenBuffers,  # d loss / d statistic, each (C,); None for a statistic without gradient
     *,
     gradient: Tensor,  # (C, V), written
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
@@ -164,12 +164,14 @@ def logits_gradient(
             grads,
             bias=bias,
             class_weights=class_weights,
-            head=head,
+            transform=transform,
             ignore_index=ignore_index,
             gradient=gradient,
         )
         return
-    _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient)
+    _logits_gradient_twin(
+        logits, targets, stats, grads, transform, bias, class_weights, ignore_index, gradient
+    )
 
 
 # The twins process a few rows at a time: so few that their temporaries fit into a CPU's cache, and so many
@@ -199,18 +201,18 @@ def twin_rows(logits: Tensor) -> int:
     return max(1, min(TWIN_BYTES // row, max(logits.shape[0] // 36, SMALL_CHUNK // row)))
 
 
-def _row_blocks(logits: Tensor, head: LogitTransform, bias: Tensor | None):
+def _row_blocks(logits: Tensor, transform: LogitTransform, bias: Tensor | None):
     step = twin_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
-        yield rows, *head.logits(logits[rows], bias)
+        yield rows, *transform.logits(logits[rows], bias)
 
 
 def _token_statistics_twin(
-    logits, targets, out, head, bias, class_weights, ignore_index, gradient=None
+    logits, targets, out, transform, bias, class_weights, ignore_index, gradient=None
 ) -> None:
     """Write the statistics to `out` and, unless `gradient` is None, d logp / d logits to `gradient`."""
-    for rows, z, slope in _row_blocks(logits, head, bias):
+    for rows, z, slope in _row_blocks(logits, transform, bias):
         supervised = targets[rows] != ignore_index
         inside = targets[rows] < z.shape[1]
         target = torch.where(supervised & inside, targets[rows], 0).clamp_(min=0)[:, None]
@@ -238,14 +240,14 @@ def _token_statistics_twin(
 
 
 def _logits_gradient_twin(
-    logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient
+    logits, targets, stats, grads, transform, bias, class_weights, ignore_index, gradient
 ) -> None:
     g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
     g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
     g_softmax = g_lse - g_logp
     # At the target, logps is more accurate than z - lse, and 1 - p must not cancel.
     g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
-    for rows, z, slope in _row_blocks(logits, head, bias):
+    for rows, z, slope in _row_blocks(logits, transform, bias):
         supervised = targets[rows] != ignore_index
         inside = targets[rows] < z.shape[1]
         log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])

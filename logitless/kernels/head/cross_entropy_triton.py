@@ -372,30 +372,39 @@ def logits_gradient_kernel(
         tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=cols < V)
 
 
-def vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
+def vocabulary_arguments(transform, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
     """Return (pointers, scalars, constexprs) for bias, class weights and head transform, for both kernels."""
-    gain = head.logit_scale / head.temperature
-    softcap = head.softcap or 1.0
+    gain = transform.logit_scale / transform.temperature
+    softcap = transform.softcap or 1.0
     return (
         # In a single dtype, so that a kernel is not compiled for other dtypes. A cast only reads V numbers.
         [unused if x is None else dense(x, torch.float32) for x in (bias, class_weights)],
-        (gain, head.logit_scale / softcap, softcap / head.temperature),
+        (gain, transform.logit_scale / softcap, softcap / transform.temperature),
         {
             "HAS_BIAS": bias is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
+            "HAS_SOFTCAP": transform.softcap is not None,
             "HAS_WEIGHTS": class_weights is not None,
         },
     )
 
 
 def row_pass(
-    logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient, maxima=None
+    logits: Tensor,
+    targets: Tensor,
+    out,
+    *,
+    bias,
+    class_weights,
+    transform,
+    ignore_index,
+    gradient,
+    maxima=None,
 ):
     write = gradient is not None
     check_rows(logits=logits, gradient=gradient if write else logits)
     check_written(**dict(out.items()))
     weights = None if out.sum_logits is None else class_weights
-    pointers, scalars, flags = vocabulary_arguments(head, bias, weights, out.lse)
+    pointers, scalars, flags = vocabulary_arguments(transform, bias, weights, out.lse)
     row_scale = torch.empty_like(out.lse) if write else out.lse
     grad = gradient if write else logits
     row_kernel[(logits.shape[0],)](
@@ -423,12 +432,12 @@ def row_pass(
 
 
 def logits_gradient(
-    logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, head, ignore_index, gradient
+    logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, transform, ignore_index, gradient
 ):
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
     zeros = stats.lse.new_zeros(stats.lse.shape)
-    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
+    pointers, scalars, flags = vocabulary_arguments(transform, bias, class_weights if extra else None, zeros)
     logits_gradient_kernel[(logits.shape[0],)](
         logits,
         gradient,

@@ -134,8 +134,8 @@ def fused_divergence(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head: LogitTransform,
-    teacher_head: LogitTransform,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V',)
     overlap: bool = False,
@@ -157,8 +157,8 @@ def fused_divergence(
         "divergence": divergence,
         "beta": beta,
         "hard_weight": hard_weight,
-        "head": head,
-        "teacher_head": teacher_head,
+        "transform": transform,
+        "teacher_transform": teacher_transform,
         "bias": bias,
         "teacher_bias": teacher_bias,
         "overlap": overlap or divergence in OF_ACCEPTANCE,
@@ -186,8 +186,8 @@ def _divergence_twin(
     factors: Tensor | None,
     *,
     gradient: Tensor | None,
-    head: LogitTransform,
-    teacher_head: LogitTransform,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
     overlap: bool,
@@ -202,11 +202,11 @@ def _divergence_twin(
     dtype = torch.promote_types(student.dtype, torch.float32)
     names = DivergenceStats._fields if overlap else DivergenceStats._fields[:-1]
     out = {name: torch.zeros(C, dtype=dtype, device=student.device) for name in names}
-    taught = teacher_head._replace(temperature=head.temperature)
+    taught = teacher_transform._replace(temperature=transform.temperature)
     step = max(1, twin_rows(student) // 2)
     for start in range(0, C, step):
         rows = slice(start, min(start + step, C))
-        z, slope = head.logits(student[rows], bias)
+        z, slope = transform.logits(student[rows], bias)
         teacher_index = rows if teacher_rows is None else teacher_rows[rows]
         t = taught.logits(
             teacher[teacher_index][:, :common], None if teacher_bias is None else teacher_bias[:common]
@@ -231,7 +231,7 @@ def _divergence_twin(
             column = torch.where(has_label, label, 0)[:, None]
             out["is_top1"][rows] = z.argmax(1) == label
             # Log-probabilities at temperature 1.
-            log_p = (z * head.temperature).log_softmax(1)
+            log_p = (z * transform.temperature).log_softmax(1)
             out["hard"][rows] = torch.where(has_label, -log_p.gather(1, column)[:, 0], 0.0)
         del z
         if gradient is None:
@@ -241,7 +241,7 @@ def _divergence_twin(
             d_z = torch.nn.functional.pad(d_z, (0, V - common))
         if labels is not None and hard_weight:
             p = log_p.exp_().scatter_add_(1, column, -torch.ones_like(column, dtype=dtype))
-            d_z += p.mul_(hard_weight * head.temperature).mul_(has_label[:, None])
+            d_z += p.mul_(hard_weight * transform.temperature).mul_(has_label[:, None])
         factor = factors[rows].to(dtype)[:, None]
         d_z *= factor * slope
         gradient[rows] = d_z.masked_fill_(factor == 0, 0.0)
@@ -335,10 +335,12 @@ class Ranks(Protocol):
     def best_id(self, values: Tensor, columns: Tensor) -> Tensor: ...
 
 
-def sharded_best(logits: Tensor, head: LogitTransform, bias: Tensor | None, ranks: Ranks) -> Tensor:
+def sharded_best(logits: Tensor, transform: LogitTransform, bias: Tensor | None, ranks: Ranks) -> Tensor:
     """(C,) ids of the largest logits of the whole vocabulary; `logits` are products with a shard."""
-    columns = select.select(logits, 1, head=head, bias=bias)
-    best_logits = select.compared(logits.gather(1, columns), head, None if bias is None else bias[columns])
+    columns = select.select(logits, 1, transform=transform, bias=bias)
+    best_logits = select.compared(
+        logits.gather(1, columns), transform, None if bias is None else bias[columns]
+    )
     return ranks.best_id(best_logits[:, 0], columns[:, 0])
 
 
@@ -353,8 +355,8 @@ def sharded_divergence(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head: LogitTransform,
-    teacher_head: LogitTransform,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     overlap: bool = False,
@@ -368,38 +370,38 @@ def sharded_divergence(
     targets = torch.where(labels < 0, nowhere, labels)
 
     def statistics(
-        logits: Tensor, ids: Tensor, names: tuple[str, ...], head: LogitTransform, bias: Tensor | None
+        logits: Tensor, ids: Tensor, names: tuple[str, ...], transform: LogitTransform, bias: Tensor | None
     ) -> TokenBuffers:
         stats = allocate_stats(names, len(ids), dtype, logits.device)
-        token_statistics(logits, ids, stats, head=head, bias=bias, ignore_index=-1)
+        token_statistics(logits, ids, stats, transform=transform, bias=bias, ignore_index=-1)
         ranks.merge_stats(stats, ids)
         return stats
 
-    cold = statistics(student, targets, ("entropy",), head, bias)
+    cold = statistics(student, targets, ("entropy",), transform, bias)
     # The statistics of each row of the teacher.
     elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
     taught = statistics(
-        teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias
+        teacher, elsewhere, (), teacher_transform._replace(temperature=transform.temperature), teacher_bias
     )
     taught = taught if teacher_rows is None else taught[teacher_rows]
     plain = (
         cold
-        if head.temperature == 1.0
-        else statistics(student, targets, (), head._replace(temperature=1.0), bias)
+        if transform.temperature == 1.0
+        else statistics(student, targets, (), transform._replace(temperature=1.0), bias)
     )
     normalizers = torch.stack([x for stats in (cold, taught, plain) for x in (stats.lse, stats.lse_residual)])
 
     best, argmax_id = (
-        sharded_best(logits, *transform, ranks)
-        for logits, transform in ((student, (head, bias)), (teacher, (teacher_head, teacher_bias)))
+        sharded_best(logits, *given, ranks)
+        for logits, given in ((student, (transform, bias)), (teacher, (teacher_transform, teacher_bias)))
     )
     argmax_id = argmax_id if teacher_rows is None else argmax_id[teacher_rows]
     options = {
         "divergence": divergence,
         "beta": beta,
         "hard_weight": hard_weight,
-        "head": head,
-        "teacher_head": teacher_head,
+        "transform": transform,
+        "teacher_transform": teacher_transform,
         "bias": bias,
         "teacher_bias": teacher_bias,
         "teacher_rows": teacher_rows,
@@ -437,19 +439,19 @@ def _shard_pass_twin(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head: LogitTransform,
-    teacher_head: LogitTransform,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
     teacher_rows: Tensor | None,
 ) -> None:
     """`divergence_shard_triton.shard_pass` with PyTorch operations, a few rows at a time."""
     C, V = student.shape
-    taught = teacher_head._replace(temperature=head.temperature)
+    taught = teacher_transform._replace(temperature=transform.temperature)
     step = max(1, twin_rows(student) // 2)
     for start in range(0, C, step):
         rows = slice(start, min(start + step, C))
-        z, slope = head.logits(student[rows], bias)
+        z, slope = transform.logits(student[rows], bias)
         t = taught.logits(teacher[rows if teacher_rows is None else teacher_rows[rows]], teacher_bias)[0]
         lse_s, rest_s, lse_t, rest_t, lse_1, rest_1 = normalizers[:6, rows, None]
         log_s = ((z - lse_s) - rest_s).clamp(min=MIN_LOGPROB)
@@ -478,10 +480,10 @@ def _shard_pass_twin(
         d_z *= 1 - hard_weight
         if hard_weight:
             label = labels[rows, None]
-            at_one = ((z * head.temperature - lse_1) - rest_1).exp()
+            at_one = ((z * transform.temperature - lse_1) - rest_1).exp()
             inside = (label >= 0) & (label < V)
             at_one.scatter_add_(1, torch.where(inside, label, 0), -inside.to(at_one.dtype))
-            d_z += at_one.mul_(hard_weight * head.temperature).mul_(label >= 0)
+            d_z += at_one.mul_(hard_weight * transform.temperature).mul_(label >= 0)
         factor = factors[rows, None].to(d_z.dtype)
         d_z *= factor * slope
         gradient[rows] = d_z.masked_fill_(factor == 0, 0.0)

@@ -155,15 +155,15 @@ def shard_pass(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head,
-    teacher_head,
+    transform,
+    teacher_transform,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
     teacher_rows: Tensor | None,
 ) -> None:
     C, V = student.shape
     write = gradient is not None
-    plain, vectors = biases(student, V, head, teacher_head, bias, teacher_bias)
+    plain, vectors = biases(student, V, transform, teacher_transform, bias, teacher_bias)
     grad = gradient if write else student
     check_rows(student=student, teacher=teacher, gradient=grad)
     check_written(sums=sums)
@@ -182,11 +182,11 @@ def shard_pass(
         grad.stride(0),
         V,
         C,
-        head.logit_scale,
-        head.softcap or 0.0,
-        teacher_head.logit_scale,
-        teacher_head.softcap or 0.0,
-        1.0 / head.temperature,
+        transform.logit_scale,
+        transform.softcap or 0.0,
+        teacher_transform.logit_scale,
+        teacher_transform.softcap or 0.0,
+        1.0 / transform.temperature,
         beta,
         hard_weight,
         MODE=mode_of(divergence, beta),

@@ -389,11 +389,21 @@ def mode_of(divergence: str, beta: float) -> int:
 
 
 def biases(
-    student: Tensor, common: int, head, teacher_head, bias: Tensor | None, teacher_bias: Tensor | None
+    student: Tensor,
+    common: int,
+    transform,
+    teacher_transform,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
 ) -> tuple[bool, list[Tensor]]:
     """Return (whether the logits are positive multiples of the products, both biases as kernel arguments)."""
-    plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
-    plain = plain and min(head.logit_scale, teacher_head.logit_scale) > 0
+    plain = (
+        bias is None
+        and teacher_bias is None
+        and transform.softcap is None
+        and teacher_transform.softcap is None
+    )
+    plain = plain and min(transform.logit_scale, teacher_transform.logit_scale) > 0
     widths = (student.shape[1], common)
     options = {"dtype": torch.float32, "device": student.device}
     empty = [torch.zeros(0 if plain else width, **options) for width in widths]
@@ -411,8 +421,8 @@ def divergence_pass(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head,
-    teacher_head,
+    transform,
+    teacher_transform,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
     overlap: bool,
@@ -425,7 +435,7 @@ def divergence_pass(
     mode = mode_of(divergence, beta)
     overlap = overlap or mode >= TV.value
     outputs = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5 + overlap)]
-    plain, vectors = biases(student, common, head, teacher_head, bias, teacher_bias)
+    plain, vectors = biases(student, common, transform, teacher_transform, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
     if labels is None:
@@ -447,18 +457,18 @@ def divergence_pass(
         grad.stride(0),
         V,
         common,
-        head.logit_scale,
-        head.softcap or 0.0,
-        teacher_head.logit_scale,
-        teacher_head.softcap or 0.0,
-        1.0 / head.temperature,
+        transform.logit_scale,
+        transform.softcap or 0.0,
+        teacher_transform.logit_scale,
+        teacher_transform.softcap or 0.0,
+        1.0 / transform.temperature,
         beta,
         hard_weight,
         lk_eta,
         int(gradient is not None),
         MODE=mode,
         PLAIN=plain,
-        SPLIT=head.temperature != 1.0 or common != V or hard_weight > 0.0,
+        SPLIT=transform.temperature != 1.0 or common != V or hard_weight > 0.0,
         OVERLAP=overlap,
         ROWS=teacher_rows is not None,
         MASS=teacher_lse is not None,

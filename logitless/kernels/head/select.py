@@ -39,7 +39,7 @@ def select(
     logits: Tensor,  # (C, V) products with the head
     k: int,  # at most V
     *,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     maxima: Tensor | None = None,  # from `new_maxima`, written by `token_statistics`
 ) -> Tensor:
@@ -47,24 +47,24 @@ def select(
     if _runs(logits.device, logits.dtype, logits.shape[1], k) and logits.numel():
         from logitless.kernels.head import select_triton
 
-        return select_triton.select(logits, k, sign=_sign(head), bias=bias, maxima=maxima)
+        return select_triton.select(logits, k, sign=_sign(transform), bias=bias, maxima=maxima)
     ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
     step = twin_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
-        ids[rows] = _select_twin(compared(logits[rows], head, bias), k)
+        ids[rows] = _select_twin(compared(logits[rows], transform, bias), k)
     return ids
 
 
-def _sign(head: LogitTransform) -> float:
-    return 1.0 if head.logit_scale > 0 else -1.0
+def _sign(transform: LogitTransform) -> float:
+    return 1.0 if transform.logit_scale > 0 else -1.0
 
 
-def compared(x: Tensor, head: LogitTransform, bias: Tensor | None) -> Tensor:
+def compared(x: Tensor, transform: LogitTransform, bias: Tensor | None) -> Tensor:
     """Sort keys of the products x, in the order of the logits."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z if bias is None else z + bias.to(z.dtype)
-    z = z * _sign(head)
+    z = z * _sign(transform)
     return torch.where(z.isnan(), torch.inf, z)
 
 

@@ -54,7 +54,7 @@ def merge_gradient(
     ignore_index: int,
     gradient: Tensor,  # (C, columns) d log p(target) / d logits within the shard, up to the row factor
     factor: Tensor,  # (C,) row factor
-    head: LogitTransform,
+    transform: LogitTransform,
 ) -> Tensor:
     """`merge_stats` for the result of `logprob_gradient`. Also sets the target's entry of `gradient`.
 
@@ -64,13 +64,13 @@ def merge_gradient(
     if _has_kernel(shards, out):
         from logitless.kernels.head import shards_triton
 
-        options = {"gradient": gradient, "factor": factor, "head": head}
+        options = {"gradient": gradient, "factor": factor, "transform": transform}
         return shards_triton.merge_stats(shards, columns, out, rank, ignore_index, **LIMITS, **options)
     share = _merge_twin(shards, columns, out, rank, ignore_index)
     factor = factor * share.clamp(min=LEAST_LOG_SHARE).exp()
     has_target = (columns >= 0) & (columns < gradient.shape[1]) & (columns != ignore_index)
     at = torch.where(has_target, columns, 0)[:, None]
-    slope = head.derivative_at(out.logps + out.lse)
+    slope = transform.derivative_at(out.logps + out.lse)
     entry = (-torch.expm1(out.logps) / factor * slope)[:, None].to(gradient.dtype)
     gradient.scatter_(1, at, torch.where(has_target[:, None], entry, gradient.gather(1, at)))
     return factor

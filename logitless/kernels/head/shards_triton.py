@@ -150,12 +150,12 @@ def merge_stats(
     least_share: float,
     gradient=None,
     factor=None,
-    head=None,
+    transform=None,
 ) -> Tensor | None:
     check_written(**dict(out.items()))
     ranks, statistics, C = shards.shape
     write = gradient is not None
-    softcap = head.softcap if write else None
+    softcap = transform.softcap if write else None
     result = torch.empty_like(out.lse) if write else out.lse
     merge_kernel[(triton.cdiv(C, BLOCK),)](
         dense(shards),
@@ -170,8 +170,8 @@ def merge_stats(
         rank,
         ranks,
         ignore_index,
-        head.logit_scale / head.temperature if write else 1.0,
-        head.temperature / softcap if softcap is not None else 1.0,
+        transform.logit_scale / transform.temperature if write else 1.0,
+        transform.temperature / softcap if softcap is not None else 1.0,
         tie,
         least_share,
         HAS_SOFTCAP=softcap is not None,

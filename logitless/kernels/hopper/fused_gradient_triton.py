@@ -130,7 +130,7 @@ def write(
     grads,
     *,
     gradient,
-    head,
+    transform,
     bias,
     class_weights,
     ignore_index,
@@ -140,7 +140,7 @@ def write(
     check_rows(gradient=gradient)
     extra = grads.entropy is not None or grads.sum_logits is not None
     zeros = torch.zeros_like(stats.lse)
-    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
+    pointers, scalars, flags = vocabulary_arguments(transform, bias, class_weights if extra else None, zeros)
     statistics = (stats.lse, stats.lse_residual, stats.logps, stats.entropy)
     upstream = (grads.logps, grads.lse, grads.entropy, grads.sum_logits)
     programs = programs_of(features)

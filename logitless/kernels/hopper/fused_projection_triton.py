@@ -225,7 +225,7 @@ def _launches(
 
 
 def read(
-    features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, head, bias, ignore_index, sums
+    features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, transform, bias, ignore_index, sums
 ) -> Tensor | None:
     C, H = features.shape
     V = weight.shape[0]
@@ -238,7 +238,7 @@ def read(
     features = aligned(features)
     targets = dense(targets)
     tiles = -(-V // BLOCK_N)
-    (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
+    (bias, _), scalars, flags = vocabulary_arguments(transform, bias, None, out.lse)
     gain, _, cap = scalars
     shift, target_logit = torch.empty_like(out.lse), torch.empty_like(out.lse)
     partials = out.lse.new_empty(2 + extra + total + squares, tiles, C)

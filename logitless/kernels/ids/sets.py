@@ -78,19 +78,19 @@ def picked_logits(
     slots: Slots,  # of the chunk's rows
     z: Tensor,  # (S,); the entries of these slots are written
     *,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,  # (V,)
 ) -> None:
     """Write the logits of a chunk's slots to `z`; 0 for negative ids."""
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.ids import sets_triton
 
-        sets_triton.picked_logits(logits, slots, z, head=head, bias=bias)
+        sets_triton.picked_logits(logits, slots, z, transform=transform, bias=bias)
         return
     part, rows = _of_chunk(slots)
     ids = slots.ids[part]
     columns = ids.clamp(min=0).long()
-    picked, _ = head.logits(logits[rows, columns], None if bias is None else bias[columns])
+    picked, _ = transform.logits(logits[rows, columns], None if bias is None else bias[columns])
     z[part] = torch.where(ids >= 0, picked, 0.0).to(z.dtype)
 
 
@@ -141,7 +141,7 @@ def _summed(x: Tensor, rows: Tensor, n: int) -> Tensor:
 
 
 def set_gradient(
-    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: LogitTransform
+    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, transform: LogitTransform
 ) -> Tensor:
     """(S,) d loss / d product of each slot."""
     out = torch.zeros_like(z)
@@ -150,9 +150,9 @@ def set_gradient(
     if uses_triton(z.device, z.dtype):
         from logitless.kernels.ids import sets_triton
 
-        sets_triton.set_gradient(z, slots, stats, grads, head, out)
+        sets_triton.set_gradient(z, slots, stats, grads, transform, out)
         return out
-    part, values = _entries(z, slots, stats, grads, head)
+    part, values = _entries(z, slots, stats, grads, transform)
     out[part] = values
     return out
 
@@ -163,7 +163,7 @@ def scatter_gradient(
     slots: Slots,  # of the chunk's rows
     stats: TokenBuffers,  # (C,) each
     grads: TokenBuffers,
-    head: LogitTransform,
+    transform: LogitTransform,
 ) -> None:
     """Store d loss / d product of the slots in the columns of their ids."""
     if not z.shape[0]:
@@ -171,16 +171,16 @@ def scatter_gradient(
     if uses_triton(z.device, z.dtype):
         from logitless.kernels.ids import sets_triton
 
-        sets_triton.set_gradient(z, slots, stats, grads, head, gradient)
+        sets_triton.set_gradient(z, slots, stats, grads, transform, gradient)
         return
-    part, values = _entries(z, slots, stats, grads, head)
+    part, values = _entries(z, slots, stats, grads, transform)
     _, rows = _of_chunk(slots)
     there = slots.ids[part] >= 0
     gradient[rows[there], slots.ids[part][there].long()] = values[there].to(gradient.dtype)
 
 
 def _entries(
-    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: LogitTransform
+    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, transform: LogitTransform
 ) -> tuple[slice, Tensor]:
     """Return (the slots of these rows, d loss / d product of these slots)."""
     part, rows = _of_chunk(slots)
@@ -196,7 +196,7 @@ def _entries(
         gradient += grads.lse[rows] * p
     if grads.entropy is not None:
         gradient -= grads.entropy[rows] * torch.where(p > 0, p * (log_p + stats.entropy[rows]), p)
-    return part, gradient * head.derivative_at(z[part])
+    return part, gradient * transform.derivative_at(z[part])
 
 
 def slot_rows(weight: Tensor, slots: Slots, coefficients: Tensor, out: Tensor) -> Tensor:

@@ -257,10 +257,10 @@ def slot_products(hidden: Tensor, weight: Tensor, slots, out: Tensor) -> Tensor:
     return out
 
 
-def picked_logits(logits: Tensor, slots, z: Tensor, *, head, bias: Tensor | None) -> None:
+def picked_logits(logits: Tensor, slots, z: Tensor, *, transform, bias: Tensor | None) -> None:
     check_rows(logits=logits)
     check_written(z=z)
-    (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, z)
+    (bias, _), scalars, flags = vocabulary_arguments(transform, bias, None, z)
     picked_logits_kernel[(slots.own.shape[0],)](
         logits,
         dense(slots.ids),
@@ -295,13 +295,13 @@ def set_statistics(z: Tensor, slots, out) -> None:
     )
 
 
-def set_gradient(z: Tensor, slots, stats, grads, head, out: Tensor) -> None:
+def set_gradient(z: Tensor, slots, stats, grads, transform, out: Tensor) -> None:
     """`out` is (S,), or the gradient of a chunk (C, V)."""
     if out.dim() == 2:
         check_rows(out=out)
     else:
         check_written(out=out)
-    _, (gain, _, cap), flags = vocabulary_arguments(head, None, None, z)
+    _, (gain, _, cap), flags = vocabulary_arguments(transform, None, None, z)
     upstream = {"logps": grads.logps, "lse": grads.lse, "entropy": grads.entropy}
     set_gradient_kernel[(slots.own.shape[0],)](
         dense(z),

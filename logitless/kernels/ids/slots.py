@@ -55,15 +55,15 @@ def _runs(x: Tensor, ids: Tensor) -> bool:
     return uses_triton(x.device, x.dtype) and ids.shape[1] <= MOST_SLOTS and ids.numel() > 0
 
 
-def taken_out(dtype: torch.dtype, head: LogitTransform) -> float:
-    return POPPED_LOGITS.get(dtype, MASKED_LOGIT) * (1 if head.logit_scale > 0 else -1)
+def taken_out(dtype: torch.dtype, transform: LogitTransform) -> float:
+    return POPPED_LOGITS.get(dtype, MASKED_LOGIT) * (1 if transform.logit_scale > 0 else -1)
 
 
 def pop_logits(
     logits: Tensor,  # (n, V) products with the head, written
     columns: Tensor,  # (n, k) int64
     *,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None = None,  # (V,)
 ) -> Tensor:
     """Read the logits of the columns, and overwrite them in the chunk with `taken_out(dtype, head)`.
@@ -74,10 +74,12 @@ def pop_logits(
     if _runs(logits, columns):
         from logitless.kernels.ids import slots_triton
 
-        return slots_triton.pop_logits(logits, columns, taken_out(logits.dtype, head), head=head, bias=bias)
+        return slots_triton.pop_logits(
+            logits, columns, taken_out(logits.dtype, transform), transform=transform, bias=bias
+        )
     there, at = _found(columns, logits.shape[1])
-    z, _ = head.logits(logits.gather(1, at), None if bias is None else bias[at])
-    scatter(logits, columns, taken_out(logits.dtype, head))
+    z, _ = transform.logits(logits.gather(1, at), None if bias is None else bias[at])
+    scatter(logits, columns, taken_out(logits.dtype, transform))
     return torch.where(there, z, -torch.inf)
 
 
@@ -87,7 +89,7 @@ def statistics(
     stats: TokenBuffers,  # (n,) lse, lse_residual, entropy (if requested) of this rank's other ids
     out: Mapping[str, Tensor],  # logps (n, k), and any of lse, lse_residual, rest, entropy (n,); written
     *,
-    head: LogitTransform,
+    transform: LogitTransform,
     bias: Tensor | None,  # (V,)
     logits: Tensor,  # (n, V), in which the logits of the ids were overwritten
     targets: Tensor,  # (n,) int64
@@ -96,8 +98,8 @@ def statistics(
     exchange: Callable[[Tensor], Tensor] | None = None,  # all-gather: (numbers, n) -> (ranks, numbers, n)
 ) -> None:
     """Write the statistics that `out` names; 0 in ignored rows."""
-    options = {"head": head, "bias": bias}
-    taken = taken_out(logits.dtype, head)
+    options = {"transform": transform, "bias": bias}
+    taken = taken_out(logits.dtype, transform)
     width = logits.shape[1]
     if exchange is None and _runs(z, ids):
         from logitless.kernels.ids import slots_triton
@@ -109,7 +111,7 @@ def statistics(
     supervised = targets != ignore_index
     there, at = _found(columns, width)
     taken = torch.full(z.shape, taken, dtype=logits.dtype, device=z.device)
-    taken, _ = head.logits(taken, None if bias is None else bias[at])
+    taken, _ = transform.logits(taken, None if bias is None else bias[at])
     others = torch.stack(_others(stats, first & there, taken, width))
     others = others[None] if exchange is None else exchange(others)
     computed = _whole(torch.where(first, z, -torch.inf), z, *others.unbind(1))
@@ -121,7 +123,7 @@ def sparse_grad(
     stats: Mapping[str, Tensor],  # ids (n, k), and the results of `statistics`
     upstream: Upstream,
     *,
-    head: LogitTransform,
+    transform: LogitTransform,
     targets: Tensor,  # (n,) int64
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +139,12 @@ def sparse_grad(
     if _runs(logps, ids):
         from logitless.kernels.ids import slots_triton
 
-        options = {"head": head, "targets": targets, "ignore_index": ignore_index, "least": LEAST_REST}
+        options = {
+            "transform": transform,
+            "targets": targets,
+            "ignore_index": ignore_index,
+            "least": LEAST_REST,
+        }
         return slots_triton.sparse_grad(stats, upstream, **options)
     supervised = targets != ignore_index
     first = distinct(ids)
@@ -160,7 +167,7 @@ def sparse_grad(
     if upstream.entropy is not None:
         share = torch.where(p > 0, p * (logps + stats["entropy"][:, None]), 0.0)
         d_z = d_z - upstream.entropy[:, None] * share
-    slope = head.derivative_at(logps + stats["lse"][:, None])
+    slope = transform.derivative_at(logps + stats["lse"][:, None])
     d_x = torch.where((ids >= 0) & supervised[:, None], d_z * slope, 0.0)
     return torch.where(first & supervised[:, None], ids, -1), d_x, torch.where(supervised, factor, 0.0)
 

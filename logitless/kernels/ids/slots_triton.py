@@ -260,17 +260,17 @@ def sizes(k: int) -> dict[str, int]:
     return {"K": K, "num_warps": WARPS if K < 128 else 2 * WARPS}
 
 
-def _transform(head, bias: Tensor | None, unused: Tensor):
+def _transform(transform, bias: Tensor | None, unused: Tensor):
     """Return the head transform as kernel arguments: pointer, scalars and constexprs."""
-    (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, unused)
+    (bias, _), scalars, flags = vocabulary_arguments(transform, bias, None, unused)
     return bias, scalars, {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
 
 
-def pop_logits(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor | None) -> Tensor:
+def pop_logits(logits: Tensor, ids: Tensor, taken: float, *, transform, bias: Tensor | None) -> Tensor:
     check_rows(logits=logits)
     n, k = ids.shape
     z = torch.empty((n, k), dtype=torch.float32, device=logits.device)
-    bias, scalars, flags = _transform(head, bias, z)
+    bias, scalars, flags = _transform(transform, bias, z)
     operands = logits, dense(ids), bias, z, logits.stride(0), logits.shape[1], k, taken, *scalars
     pop_logits_kernel[(n,)](*operands, **flags, **sizes(k))
     return z
@@ -284,14 +284,14 @@ def statistics(
     taken: float,
     V: int,
     *,
-    head,
+    transform,
     bias,
     targets,
     ignore_index,
 ) -> None:
     check_written(**out)
     n, k = ids.shape
-    bias, scalars, flags = _transform(head, bias, z)
+    bias, scalars, flags = _transform(transform, bias, z)
     extra = "entropy" in out
     slot_statistics_kernel[(n,)](
         dense(z),
@@ -317,13 +317,13 @@ def statistics(
 
 
 def sparse_grad(
-    stats: Mapping[str, Tensor], upstream, *, head, targets, ignore_index, least: float
+    stats: Mapping[str, Tensor], upstream, *, transform, targets, ignore_index, least: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     ids, logps = dense(stats["ids"]), dense(stats["logps"])
     n, k = ids.shape
     columns, entries = torch.empty_like(ids), torch.empty_like(logps)
     factor = logps.new_empty(n)
-    _, (gain, _, cap), flags = _transform(head, None, logps)
+    _, (gain, _, cap), flags = _transform(transform, None, logps)
     used = {"rest": upstream.rest is not None, "entropy": upstream.entropy is not None}
     sparse_grad_kernel[(n,)](
         ids,

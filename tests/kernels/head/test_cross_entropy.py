@@ -51,7 +51,7 @@ class Chunk:
     logits: Tensor  # (C, V), every row a part of a wider one
     targets: Tensor  # (C,)
     gradient_dtype: torch.dtype
-    head: LogitTransform = LogitTransform()
+    transform: LogitTransform = LogitTransform()
     bias: Tensor | None = None
     class_weights: Tensor | None = None
 
@@ -61,7 +61,7 @@ class Chunk:
 
     @property
     def options(self) -> dict:
-        return {"head": self.head, "bias": self.bias, "ignore_index": IGNORED}
+        return {"transform": self.transform, "bias": self.bias, "ignore_index": IGNORED}
 
     def buffer(self) -> tuple[Tensor, Tensor]:
         """(logits in a buffer with wider rows, what lies beside them)."""
@@ -91,10 +91,10 @@ def formulas(c: Chunk, wide: torch.dtype, weights: dict[str, Tensor]) -> tuple[d
     in `wide`."""
     x = c.logits[c.supervised].to(wide).requires_grad_()
     z = x if c.bias is None else x + c.bias.to(wide)
-    z = z * c.head.logit_scale
-    if c.head.softcap is not None:
-        z = c.head.softcap * torch.tanh(z / c.head.softcap)
-    z = z / c.head.temperature
+    z = z * c.transform.logit_scale
+    if c.transform.softcap is not None:
+        z = c.transform.softcap * torch.tanh(z / c.transform.softcap)
+    z = z / c.transform.temperature
     log_p = torch.log_softmax(z, 1)
     actual = {
         "logps": log_p.gather(1, c.targets[c.supervised, None])[:, 0],
@@ -252,7 +252,7 @@ def test_options(case):
         targets,
         dtype,
         gradient_dtype,
-        head=LogitTransform(case["softcap"], case["logit_scale"], case["temperature"]),
+        transform=LogitTransform(case["softcap"], case["logit_scale"], case["temperature"]),
         bias=bias.to(DTYPES[case["bias"]]) if case["bias"] else None,
         class_weights=weights.to(DTYPES[case["class_weights"]]) if case["class_weights"] else None,
     )
@@ -482,7 +482,7 @@ def test_a_softmax_far_from_zero_is_rebuilt_exactly():
     c = chunk(rows, [0, 3000, 5002], torch.float32, torch.float32)
     gradient = c.logits.clone()
     grads = TokenBuffers(logps=torch.zeros(3, device=DEVICE), lse=torch.ones(3, device=DEVICE))
-    logits_gradient(gradient, c.targets, statistics(c), grads, gradient=gradient, head=c.head)
+    logits_gradient(gradient, c.targets, statistics(c), grads, gradient=gradient, transform=c.transform)
     torch.testing.assert_close(gradient.double(), rows.double().softmax(1), rtol=5e-6, atol=0)
 
 

@@ -56,7 +56,7 @@ def divergence_of(student, teacher, divergence: str, beta: float, *, labels=None
     """The kernel's numbers without a hard loss; with `gradient` written there, from ones in `factors`."""
     if options.setdefault("gradient") is not None and factors is None:
         factors = torch.ones(len(student), device=DEVICE)
-    options = {"head": LogitTransform(), "teacher_head": LogitTransform()} | options
+    options = {"transform": LogitTransform(), "teacher_transform": LogitTransform()} | options
     return kernels.fused_divergence(
         student, teacher, labels, factors, divergence=divergence, beta=beta, hard_weight=0.0, **options
     )
@@ -106,13 +106,13 @@ def test_options(case):
     factors = random.normal(C) * 2
     factors[3] = 0.0
     scale, teacher_scale = case["scales"]
-    head = LogitTransform(case["softcap"] or None, scale, case["temperature"])
-    teacher_head = LogitTransform(case["softcap"] / 2 or None, teacher_scale, case["temperature"])
+    transform = LogitTransform(case["softcap"] or None, scale, case["temperature"])
+    teacher_transform = LogitTransform(case["softcap"] / 2 or None, teacher_scale, case["temperature"])
     (divergence, beta), hard = ALL_MODES[case["mode"]], case["hard"]
 
     x = student.double().clone().requires_grad_()
-    z = head.logits(x, bias)[0]
-    taught = teacher_head.logits(everything.double(), teacher_bias)[0][own]
+    z = transform.logits(x, bias)[0]
+    taught = teacher_transform.logits(everything.double(), teacher_bias)[0][own]
     p_full = taught.softmax(-1)[:, :common] if mass else None
     log_q = z[:, :common].log_softmax(-1)
     actual, alpha = plain_divergences(log_q, taught[:, :common].log_softmax(-1), beta, p_full)
@@ -142,8 +142,8 @@ def test_options(case):
         divergence=divergence,
         beta=beta,
         hard_weight=hard,
-        head=head,
-        teacher_head=teacher_head,
+        transform=transform,
+        teacher_transform=teacher_transform,
         bias=bias,
         teacher_bias=None if teacher_bias is None else teacher_bias[:V_teacher],
         overlap=bool(case["acceptance"]),
@@ -354,7 +354,7 @@ def test_shards_are_the_whole(case):
         else torch.full((C,), -100, device=DEVICE)
     )
     factors = random.normal(C) * 2 if case["write"] else None
-    head = LogitTransform(case["softcap"] or None, 1.0, case["temperature"])
+    transform = LogitTransform(case["softcap"] or None, 1.0, case["temperature"])
     divergence, beta = ALL_MODES[case["mode"]]
     rows = torch.tensor([2, 0, 0, 3, 3], device=DEVICE) if case["rows"] else None
     options = {
@@ -362,8 +362,8 @@ def test_shards_are_the_whole(case):
         "teacher_rows": rows,
         "beta": beta,
         "hard_weight": case["hard"],
-        "head": head,
-        "teacher_head": LogitTransform(None, 0.8, 1.0),
+        "transform": transform,
+        "teacher_transform": LogitTransform(None, 0.8, 1.0),
     }
 
     def gradient_like(x):
@@ -408,11 +408,11 @@ def test_another_default_dtype(default):
     """Loss and gradient of three tokens, bit for bit: neither buffers nor factors are of that dtype."""
     random = Random()
     hidden, teacher, weight = random.normal(3, 8), random.normal(3, 8), random.normal(40, 8)
-    head = weight.clone().requires_grad_()
+    leaf = weight.clone().requires_grad_()
 
     def results():
-        loss = JSDLoss(temperature=1.3)(hidden, head, teacher_hidden=teacher, teacher_weight=weight).loss
-        return loss.detach(), *torch.autograd.grad(loss, head)
+        loss = JSDLoss(temperature=1.3)(hidden, leaf, teacher_hidden=teacher, teacher_weight=weight).loss
+        return loss.detach(), *torch.autograd.grad(loss, leaf)
 
     expected = results()
     torch.set_default_dtype(default)

@@ -52,7 +52,7 @@ def problem(sizes: tuple[int, ...], C: int = 9) -> tuple[Tensor, Tensor]:
     return products.to(DEVICE), targets.to(DEVICE)
 
 
-def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, write=False):
+def combined(products, targets, sizes, level="entropy", transform=HEADS["plain"], *, write=False):
     """(numbers, gradient of log p by the product) as every rank finds them."""
     C, bounds = len(targets), [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     numbers, gradients, factors, columns = [], [], [], []
@@ -60,7 +60,7 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
         logits = products[:, start : start + width].to(WITHIN, copy=True).contiguous()
         columns.append(to_local_ids(targets, start, width))
         out = allocate_stats(LEVELS[level], C, WITHIN, DEVICE)
-        options = {"head": head, "ignore_index": IGNORED}
+        options = {"transform": transform, "ignore_index": IGNORED}
         if write:
             factors.append(logprob_gradient(logits, columns[-1], out, gradient=logits, **options).float())
             gradients.append(logits.float())
@@ -73,7 +73,7 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
         out = allocate_stats(LEVELS[level], C, torch.float32, DEVICE)
         options = {"rank": rank, "ignore_index": IGNORED}
         if write:
-            options |= {"gradient": gradients[rank], "factor": factors[rank], "head": head}
+            options |= {"gradient": gradients[rank], "factor": factors[rank], "transform": transform}
             gradients[rank] *= merge_gradient(shards, columns[rank], out, **options)[:, None]
         else:
             merge_stats(shards, columns[rank], out, **options)
@@ -83,9 +83,9 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
     return actual[0], torch.cat(gradients, 1) if write else None
 
 
-def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[TokenBuffers, Tensor]:
+def truth(products: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[TokenBuffers, Tensor]:
     x = products.double().requires_grad_()
-    z, rows = head.logits(x)[0], targets != IGNORED
+    z, rows = transform.logits(x)[0], targets != IGNORED
     log_p, index = z.log_softmax(1), targets.clamp(min=0)[:, None]
     logps = log_p.gather(1, index)[:, 0]
     (gradient,) = torch.autograd.grad((logps * rows).sum(), x)
@@ -101,22 +101,22 @@ def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[Toke
     return TokenBuffers(**{name: x * rows for name, x in actual.items()}), gradient
 
 
-FACTORS = {"level": list(LEVELS), "sizes": list(SIZES), "head": list(HEADS)}
+FACTORS = {"level": list(LEVELS), "sizes": list(SIZES), "transform": list(HEADS)}
 
 
 @pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
 def test_equals_the_whole(case):
-    level, sizes, head = case["level"], SIZES[case["sizes"]], HEADS[case["head"]]
+    level, sizes, transform = case["level"], SIZES[case["sizes"]], HEADS[case["transform"]]
     products, targets = problem(sizes)
-    expected, d_products = truth(products, targets, head)
-    actual, _ = combined(products, targets, sizes, level, head)
+    expected, d_products = truth(products, targets, transform)
+    actual, _ = combined(products, targets, sizes, level, transform)
     actual.lse = actual.lse.double() + actual.lse_residual
     assert (actual.lse - expected.lse).abs().max() < 6e-7
     for name, x in actual.items():
         if name != "lse_residual":
             error, size = x.double() - getattr(expected, name), 1 + getattr(expected, name).abs()
             assert (error.abs() / size).max() < (1e-5 if name == "sum_logits" else 3e-6), name
-    _, gradient = combined(products, targets, sizes, level, head, write=True)
+    _, gradient = combined(products, targets, sizes, level, transform, write=True)
     assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
 
 

@@ -27,7 +27,7 @@ from tests.kernels.support import DEVICE, TWINS
 
 DOCS = Path(__file__).parents[3] / "docs"
 V, WIDTH = 23, 9  # of the vocabulary and of its first shard
-OPTIONS = {"head": LogitTransform(), "ignore_index": -100}
+OPTIONS = {"transform": LogitTransform(), "ignore_index": -100}
 DTYPE = torch.float64 if TWINS else torch.float32
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 every = pytest.mark.parametrize("statistic", STATISTICS, ids=lambda statistic: statistic.name)

@@ -58,14 +58,14 @@ def main() -> None:
         (0, 8),  # columns of hidden's memory behind H
     )
     rows = ((1, 0, torch.int64), (2, 1, torch.int64), (16, 4, torch.int64), (33, 1, torch.int32))
-    for names, head, writes, bias, sums, (H, V), ignored, behind in kinds:
+    for names, transform, writes, bias, sums, (H, V), ignored, behind in kinds:
         for C, first, dtype in rows:
             hidden = torch.ones(C, H + behind).bfloat16()[:, :H]
             stats = allocate_stats(names, first + C, torch.float32, hidden.device)[first : first + C]
             options = {"bias": cut(torch.ones(V), aligned=bias), "sums": cut(torch.ones(H + 1), aligned=sums)}
             weight, targets = torch.ones(V, H).bfloat16(), torch.zeros(C, dtype=dtype)
             gradient = torch.empty(C, -(-V // 8) * 8).bfloat16()[:, :V] if writes else None
-            options |= {"gradient": gradient, "head": head, "ignore_index": ignored}
+            options |= {"gradient": gradient, "transform": transform, "ignore_index": ignored}
             fused.read(hidden, weight, targets, stats, **options)
     print(f"{len(bound)} bound launches")
 

@@ -22,23 +22,23 @@ class Variant(NamedTuple):
 def variants() -> list[Variant]:
     """What the launchers can ask for."""
     actual = []
-    for head in heads():
-        softcap = head["HAS_SOFTCAP"]
+    for transform in heads():
+        softcap = transform["HAS_SOFTCAP"]
         # Only a soft cap's logits are added up one by one.
         levels = ((False, False, False), (True, False, False), (True, softcap, False), (True, softcap, True))
         for (extra, total, squares), write in itertools.product(dict.fromkeys(levels), (False, True)):
-            flags = head | {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
+            flags = transform | {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
             actual += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
-            if not head["HAS_BIAS"]:
+            if not transform["HAS_BIAS"]:
                 del flags["HAS_BIAS"]
                 actual += [
                     Variant("finish_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)
                 ]
         for extra, weights in ((False, False), (True, False), (True, True)):
-            flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
+            flags = transform | {"EXTRA": extra, "HAS_WEIGHTS": weights}
             actual.append(Variant("gradient_kernel", tuple(flags.items())))
         sums = (False,) if softcap else (False, True)
-        actual += [Variant("shift_kernel", (*head.items(), ("SUMS", each))) for each in sums]
+        actual += [Variant("shift_kernel", (*transform.items(), ("SUMS", each))) for each in sums]
     return actual
 
 

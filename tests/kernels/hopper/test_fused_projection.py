@@ -59,20 +59,24 @@ def problem(shape, name, spread=1.0, seed=0):
     return [None if x is None else x.to(DEVICE) for x in (hidden, weight, targets, bias)]
 
 
-def truth(hidden, weight, targets, bias, head):
+def truth(hidden, weight, targets, bias, transform):
     """Logits in fp64, their derivative by the product, log-probabilities, and which rows count."""
     x = hidden.double() @ weight.double().t()
     x = (x if bias is None else x + bias.double()).requires_grad_()
-    z = x * head.logit_scale
-    z = (z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)) / head.temperature
+    z = x * transform.logit_scale
+    z = (
+        z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
+    ) / transform.temperature
     return x, z, z.log_softmax(1), targets != -100
 
 
-def read(problem, head, *names, write=False, sums=None):
+def read(problem, transform, *names, write=False, sums=None):
     hidden, weight, targets, bias = problem
     out = allocate_stats(names, len(targets), torch.float32, DEVICE)
     place = fused.new_gradient_buffer(weight, len(targets)) if write else None
-    factor = fused.read(hidden, weight, targets, out, gradient=place, head=head, bias=bias, sums=sums)
+    factor = fused.read(
+        hidden, weight, targets, out, gradient=place, transform=transform, bias=bias, sums=sums
+    )
     return out, None if place is None else factor[:, None].double() * place.double()
 
 
@@ -96,13 +100,13 @@ def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
 
 
 def check_pass(
-    given, head=PLAIN, names=("entropy",), *, write=True, sums=None, allowed=2e-6
+    given, transform=PLAIN, names=("entropy",), *, write=True, sums=None, allowed=2e-6
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Statistics and the gradient of the log-probabilities against the definition; returns log p in fp64 and
     the gradient."""
-    x, z, log_p, rows = truth(*given, head)
+    x, z, log_p, rows = truth(*given, transform)
     logps = log_p.gather(1, given[2].clamp(min=0)[:, None])[:, 0]
-    out, gradient = read(given, head, *names, write=write, sums=sums)
+    out, gradient = read(given, transform, *names, write=write, sums=sums)
     check_numbers(out, z.detach(), log_p.detach(), given[2], rows, allowed)
     assert (out.log_sum_sq_probs is None) == ("log_sum_sq_probs" not in names)
     if write:
@@ -117,13 +121,13 @@ def check_pass(
     ids=str,
 )
 def test_reads_and_writes(shape, name):
-    head, given = HEADS[name], problem(shape, name)
+    transform, given = HEADS[name], problem(shape, name)
     for names, write in itertools.product(((), ("entropy",)), (False, True)):
-        check_pass(given, head, names, write=write)
-    sums = fused.head_sums(given[1], given[3], head)
-    assert (sums is None) == (head.softcap is not None)
+        check_pass(given, transform, names, write=write)
+    sums = fused.head_sums(given[1], given[3], transform)
+    assert (sums is None) == (transform.softcap is not None)
     for name, each in itertools.product(("sum_logits", "log_sum_sq_probs"), {None, sums}):
-        check_pass(given, head, (name,), write=False, sums=each)
+        check_pass(given, transform, (name,), write=False, sums=each)
 
 
 def test_sums_of_logits_where_other_ranks_have_the_targets():
@@ -138,10 +142,10 @@ def test_sums_of_logits_where_other_ranks_have_the_targets():
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("weights", [False, True])
 def test_gradient_of_known_numbers(name, weights):
-    head, given = HEADS[name], problem(SHAPES[1], name)
+    transform, given = HEADS[name], problem(SHAPES[1], name)
     hidden, weight, targets, bias = given
-    x, z, log_p, rows = truth(*given, head)
-    out, _ = read(given, head, "entropy")
+    x, z, log_p, rows = truth(*given, transform)
+    out, _ = read(given, transform, "entropy")
     generator = torch.Generator().manual_seed(1)
     logps, lse, entropy, total = torch.randn(4, len(targets), generator=generator).to(DEVICE)
     class_weights = torch.rand(weight.shape[0], generator=generator).to(DEVICE) if weights else None
@@ -152,7 +156,7 @@ def test_gradient_of_known_numbers(name, weights):
         grads.entropy, grads.sum_logits = entropy, total
     (expected,) = torch.autograd.grad((expected * rows).sum(), x)
     place = fused.new_gradient_buffer(weight, len(targets))
-    options = {"gradient": place, "head": head, "bias": bias, "class_weights": class_weights}
+    options = {"gradient": place, "transform": transform, "bias": bias, "class_weights": class_weights}
     fused.write(hidden, weight, targets, out, grads, **options)
     assert relative_error(place.double(), expected) < 4e-3 and not place[~rows].any()
 
@@ -172,7 +176,7 @@ def test_the_rounding_of_a_large_lse_is_made_up_for():
     assert numbers.lse_residual.abs().max() > 1e-5
     place = fused.new_gradient_buffer(weight, C)
     grads = TokenBuffers(lse=torch.ones(C, device=DEVICE))
-    fused.write(hidden, weight, given[2], numbers, grads, gradient=place, head=PLAIN)
+    fused.write(hidden, weight, given[2], numbers, grads, gradient=place, transform=PLAIN)
     allowed = 2e-6 if DTYPE == torch.float32 else 4e-3
     assert relative_error(place.double(), log_p.exp()) < allowed
 

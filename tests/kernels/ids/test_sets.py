@@ -87,10 +87,10 @@ def test_products(dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("transform", HEADS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_statistics_and_gradients_of_a_chunk(dtype, head, biased):
-    head, (slots, targets, kept) = HEADS[head], slots_for()
+def test_statistics_and_gradients_of_a_chunk(dtype, transform, biased):
+    transform, (slots, targets, kept) = HEADS[transform], slots_for()
     n, wide = len(SIZES), torch.promote_types(dtype, torch.float32)
     random = Random(2)
     logits, bias = random.normal(n, V).to(dtype) * 3, random.normal(V).to(dtype) if biased else None
@@ -99,9 +99,9 @@ def test_statistics_and_gradients_of_a_chunk(dtype, head, biased):
     room[:, :V] = logits
     for start, stop in ((0, 3), (3, n)):  # a chunk is part of the rows
         part = slots.of_rows(start, stop)
-        sets.picked_logits(room[start:stop, :V], part, z, head=head, bias=bias)
+        sets.picked_logits(room[start:stop, :V], part, z, transform=transform, bias=bias)
     exact = logits.double().requires_grad_()
-    logits_of = head.logits(exact, None if bias is None else bias.double())[0]
+    logits_of = transform.logits(exact, None if bias is None else bias.double())[0]
     mask = mask_of(kept, V)
     error = torch.finfo(wide).eps * 4
     assert_close(z, logits_of[mask].detach(), error, name="z")
@@ -122,12 +122,12 @@ def test_statistics_and_gradients_of_a_chunk(dtype, head, biased):
     grads = TokenBuffers(**{name: strided(random.normal(n).to(wide)) for name in ("logps", "lse", "entropy")})
     loss = sum((getattr(grads, name)[filled] * x).sum() for name, x in (("logps", logps), ("lse", lse)))
     (loss + (grads.entropy[filled] * entropy).sum()).backward()
-    flat = sets.set_gradient(z, slots, out, grads, head)
+    flat = sets.set_gradient(z, slots, out, grads, transform)
     assert_close(flat, exact.grad[mask], error, name="gradient")
     dense = torch.zeros(n, V, dtype=dtype, device=DEVICE)
     for start, stop in ((0, 5), (5, n)):
         rows = slice(start, stop)
-        sets.scatter_gradient(dense[rows], z, slots.of_rows(start, stop), out[rows], grads[rows], head)
+        sets.scatter_gradient(dense[rows], z, slots.of_rows(start, stop), out[rows], grads[rows], transform)
     # The interpreter cuts fp32 off to bf16 where hardware rounds.
     rounding = torch.finfo(dtype).eps * (2 if INTERPRETED else 1)
     assert_close(dense, exact.grad, max(error, rounding), name="dense gradient")

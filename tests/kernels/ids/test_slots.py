@@ -37,7 +37,7 @@ class Case:
 
     logits: Tensor  # (n, V)
     ids: Tensor  # (n, k)
-    head: LogitTransform = LogitTransform()
+    transform: LogitTransform = LogitTransform()
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def head_options(self) -> dict:
-        return {"head": self.head, "bias": self.bias}
+        return {"transform": self.transform, "bias": self.bias}
 
     @property
     def row_options(self) -> dict:
@@ -61,19 +61,19 @@ class Case:
     def truth(self, wide: torch.dtype, upstream: Upstream | None = None) -> tuple[dict[str, Tensor], Tensor]:
         """The numbers of the kept rows on full logits in `wide`, and the gradient of their weighted sum."""
         x = self.logits[self.kept].to(wide).requires_grad_()
-        ids, head = self.ids[self.kept], self.head
+        ids, transform = self.ids[self.kept], self.transform
         z = x if self.bias is None else x + self.bias.to(wide)
-        z = z * head.logit_scale
-        if head.softcap is not None:
-            z = head.softcap * torch.tanh(z / head.softcap)
-        log_p = (z / head.temperature).log_softmax(1)
+        z = z * transform.logit_scale
+        if transform.softcap is not None:
+            z = transform.softcap * torch.tanh(z / transform.softcap)
+        log_p = (z / transform.temperature).log_softmax(1)
         chosen = torch.zeros_like(z, dtype=torch.bool)
         for slot in range(ids.shape[1]):
             chosen |= torch.arange(z.shape[1], device=DEVICE) == ids[:, slot, None]
         finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
         actual = {
             "logps": torch.where(ids >= 0, log_p.gather(1, ids.clamp(min=0)), -torch.inf),
-            "lse": (z / head.temperature).logsumexp(1),
+            "lse": (z / transform.temperature).logsumexp(1),
             "rest": log_p.masked_fill(chosen, -torch.inf).logsumexp(1),
             "entropy": -(log_p.exp() * finite).sum(1),
         }
@@ -111,7 +111,9 @@ class Case:
     ) -> Tensor:
         """d products of all kept rows."""
         known = {**out, "ids": self.ids}
-        columns, entries, factor = slots.sparse_grad(known, upstream, head=self.head, **self.row_options)
+        columns, entries, factor = slots.sparse_grad(
+            known, upstream, transform=self.transform, **self.row_options
+        )
         assert torch.equal(columns, torch.where(self.kept[:, None], firsts(self.ids), -1))
         assert not entries[columns < 0][(self.ids < 0)[columns < 0]].any()
         assert not factor[~self.kept].any() and not entries[~self.kept].any()
@@ -149,10 +151,10 @@ def ids_of(n: int, V: int, k: int, random: Random, empty: bool) -> Tensor:
 def made(case: dict, dtype: torch.dtype) -> tuple[Case, Upstream]:
     random, V = Random(case["seed"]), case["V"]
     k = V if case["k"] == "V" else case["k"]
-    head = LogitTransform(case["softcap"], case["logit_scale"], case["temperature"])
+    transform = LogitTransform(case["softcap"], case["logit_scale"], case["temperature"])
     bias = random.normal(V) if case["bias"] else None
     ids = ids_of(ROWS, V, k, random, case["empty"])
-    c = Case((3 * random.normal(ROWS, V)).to(dtype), ids, head, bias)
+    c = Case((3 * random.normal(ROWS, V)).to(dtype), ids, transform, bias)
     g = random.normal(ROWS, k)
     # What a loss sends back to an empty slot may be anything.
     g = torch.where(ids >= 0, g, float("nan"))
@@ -226,9 +228,9 @@ def test_many_slots_repeated(dtype):
     actual, gradient = c.truth(torch.float64, upstream)
     filled = actual["logps"] > -torch.inf
     assert_close(out["logps"][c.kept][filled], actual["logps"][filled], 2e-7, name="logps")
-    _, entries, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
+    _, entries, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, transform=c.transform, **c.row_options)
     assert (entries[0] == entries[0, 0]).all()
-    _, again, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
+    _, again, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, transform=c.transform, **c.row_options)
     assert torch.equal(entries, again)
     error = torch.finfo(dtype).eps * (1 if INTERPRETED else 0.5)
     assert_close(c.gradient(logits, out, upstream, dtype).double(), gradient, error, name="gradient")
@@ -317,7 +319,7 @@ def test_layouts(dtype):
     )
     upstream = Upstream(*(random.normal(ROWS, *shape) for shape in ((5,), (), (), ())))
     plain = c.read(*NAMES)[1]
-    truth = slots.sparse_grad({**plain, "ids": c.ids}, upstream, head=c.head, **c.row_options)
+    truth = slots.sparse_grad({**plain, "ids": c.ids}, upstream, transform=c.transform, **c.row_options)
     for layout in (strided, offset):
         ids, targets, bias = c.ids, c.targets, c.bias
         c.ids, c.targets, c.bias = layout(ids), layout(targets), layout(bias)
@@ -326,7 +328,9 @@ def test_layouts(dtype):
         for name, x in plain.items():
             torch.testing.assert_close(out[name], x)
         known = {name: layout(x) for name, x in plain.items()} | {"ids": c.ids}
-        actual = slots.sparse_grad(known, Upstream(*map(layout, upstream)), head=c.head, **c.row_options)
+        actual = slots.sparse_grad(
+            known, Upstream(*map(layout, upstream)), transform=c.transform, **c.row_options
+        )
         for x, y in zip(actual, truth, strict=True):
             torch.testing.assert_close(x, y)
         matrix, other = poisoned(ROWS, 40, dtype=dtype), poisoned(ROWS, 43, dtype=dtype)[:, 3:]
@@ -359,8 +363,8 @@ def test_take_out(dtype, scale):
     c = Case(
         Random(2).normal(4, 12).to(dtype), torch.tensor([[3, 3, -1], [0, 11, 0]], device=DEVICE).repeat(2, 1)
     )
-    c.head, logits = LogitTransform(logit_scale=scale), c.logits.clone()
-    z = slots.pop_logits(logits, c.ids, head=c.head)
+    c.transform, logits = LogitTransform(logit_scale=scale), c.logits.clone()
+    z = slots.pop_logits(logits, c.ids, transform=c.transform)
     kept = c.kept[:, None] & (c.ids >= 0)
     assert torch.equal(z[kept], c.logits.gather(1, c.ids.clamp(min=0)).float()[kept] * scale)
     assert (z[c.ids < 0] == -torch.inf).all()
@@ -376,7 +380,7 @@ def test_once():
 def test_fp64_keeps_its_digits():
     random = Random(11)
     c = Case(random.normal(ROWS, 20).double(), random.integers(20, ROWS, 4), LogitTransform(3.0))
-    z = slots.pop_logits(c.logits.clone(), c.ids, head=c.head)
+    z = slots.pop_logits(c.logits.clone(), c.ids, transform=c.transform)
     truth = 3.0 * torch.tanh(c.logits.gather(1, c.ids) / 3.0)
     assert (z - truth)[c.kept].abs().max() < 1e-14
 
