@@ -80,7 +80,7 @@ def evaluate(
     *,
     differentiate: bool,
 ) -> tuple[dict[str, Tensor], Report]:
-    """`evaluation.evaluate`, by a graph where there is one for these arguments, or can be.
+    """Evaluate a loss as `evaluation.evaluate` does, by a compiled graph if the arguments allow it.
 
     The first call of a key makes the graph, and already returns its results, so that equal calls have equal
     results.
@@ -157,7 +157,7 @@ def is_observed() -> bool:
 
 
 def is_of_library(loss: LossSpec) -> bool:
-    """Whether the code of the loss is that of this library, and no user's."""
+    """Whether the class of the loss is defined in this library."""
     return type(loss).__module__.partition(".")[0] == LIBRARY
 
 

@@ -52,8 +52,8 @@ class Streak:
             rows: every row, of any number of tokens, or other rows of calls with one shape.
         needed: the length at which the next call is projected early.
         last: the rows of the last call.
-        others: number of tokens that are supervised in one of the last two counted calls alone; None: it is
-            known to be 0, or was not compared.
+        others: number of positions that are supervised in exactly one of the last two counted calls; None if
+            it is known to be 0, or was not computed.
     """
 
     length: int = 0

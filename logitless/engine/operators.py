@@ -119,7 +119,7 @@ def _(tensors, dlogp_dhidden, statistics, upstream, sequences, key):
 def accumulate_op(
     main: Tensor, grad_scale: float, tensors: Sequence[Tensor | None], sequences: int, key: str
 ) -> tuple[Tensor, Tensor]:
-    """Add d_weight to `main`. Returns (d_hidden, d_bias), complete: no factor is missing."""
+    """Add d_weight to `main`. Returns (d_hidden, d_bias), the final gradients."""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
         d_hidden, d_bias = base.solve_into_main(call, main, grad_scale, fixed_dtypes=True)

@@ -35,7 +35,7 @@ from logitless.kernels.ids.sets import Slots
 # Reading k rows of the head for a token is faster than its products with the whole head for k up to about V /
 # 180 (a renormalized top-64 of 151,936 ids takes 12% of the time of three products). These are constants, so
 # that the kind of a row depends only on its set and V.
-BREAK_EVEN, LEAST = 180, 64
+GATHER_BREAK_EVEN, LEAST = 180, 64
 # The log-probability over a set of one id is 0. A sampled log-probability below this bound belongs to another
 # distribution.
 RAW = -1e-3
@@ -43,7 +43,7 @@ RAW = -1e-3
 
 def most_gathered(V: int) -> int:
     """The largest number of ids of a row that are gathered."""
-    return max(LEAST, V // BREAK_EVEN)
+    return max(LEAST, V // GATHER_BREAK_EVEN)
 
 
 class Kinds(NamedTuple):

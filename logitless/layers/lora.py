@@ -182,7 +182,7 @@ def _read_group(x: Tensor, layers: tuple[nn.Module, ...]) -> list[LoraProjection
 
 @contextmanager
 def probing() -> Iterator[None]:
-    """Context of a forward pass that is no step of training: calls of PEFT's own code are not counted."""
+    """Context manager for a forward pass outside of training: calls of PEFT's own code are not counted."""
     before = getattr(_thread, "is_probe", False)
     _thread.is_probe = True
     try:

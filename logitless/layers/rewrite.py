@@ -263,7 +263,7 @@ class _Rewriter(ast.NodeTransformer):
                 self.replaced.append(f"gate {act.attr} of both halves of one tensor")
 
     def _group_projections(self, block: list[ast.stmt]) -> None:
-        """Compute projections of one input by one call before the first; without results, by their own."""
+        """Replace the projections of one input by one fused call; if it returns None, they run one by one."""
         groups = find_projections(block, self.fusible)
         # From the last, as each adds a statement; groups at one position in their order.
         for position, calls in sorted(reversed(groups), key=lambda group: group.position, reverse=True):

@@ -53,6 +53,9 @@ MakeAttach = Callable[["ChunkedLoss"], Attach]
 # Values of `Replacement.required_in`
 TRAIN = "train"
 EVALUATE = "evaluate"
+# Attributes of a trainer that hold models. Rollouts come from the first, or from an inference engine with a
+# copy of its weights.
+MODEL_ATTRIBUTES = ("model", "ref_model", "teacher_model")
 EVERY_STEP = (TRAIN, EVALUATE)
 
 

@@ -18,10 +18,9 @@ from logitless import DistillationLoss
 from logitless.errors import check_choice, message, value_error, warn
 from logitless.losses.base import LossOutput
 
-from .adapter import EVERY_STEP, Adapter, ChunkedLoss, Replacement
+from .adapter import EVERY_STEP, MODEL_ATTRIBUTES, Adapter, ChunkedLoss, Replacement
 from .head import GatherableLogits, attach_gatherable_logits, return_gatherable_logits
 
-MODEL_ATTRIBUTES = ("model", "teacher_model", "ref_model")
 # Options that the adapters of this file share
 GATHERABLE = {
     "attachments": dict.fromkeys(MODEL_ATTRIBUTES, attach_gatherable_logits),

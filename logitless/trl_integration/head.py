@@ -53,8 +53,8 @@ ComputeFields = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class SumOptions:
-    """In the place of `fused_lm_head=True`: each field is a `SumOfTokens`, the log-probabilities with these
-    options of `CrossEntropyLoss`."""
+    """Passed instead of `fused_lm_head=True`: each field of the output is a `SumOfTokens`, with these options
+    of `CrossEntropyLoss`."""
 
     dft: bool
     label_smoothing: float

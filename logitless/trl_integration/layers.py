@@ -16,12 +16,9 @@ from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
 
 from .activations import apply_budget
-from .adapter import Adapter, enable
+from .adapter import MODEL_ATTRIBUTES, Adapter, enable
 
 logger = logging.getLogger("logitless.trl_integration")
-
-# Rollouts come from the first, or from an inference engine with a copy of its weights.
-MODEL_ATTRIBUTES = ("model", "ref_model", "teacher_model")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`Reader`: what a kind of loss reads of a chunk of logits, and how it writes the gradient of the logits."""
+"""`Reader`: computes the statistics of a chunk of logits, and the gradient of the loss with respect to it."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

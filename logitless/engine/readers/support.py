@@ -12,6 +12,7 @@ from logitless.engine.projection import Chunk, Projection
 from logitless.engine.readers.base import Costs, logits_bytes
 from logitless.engine.readers.gathered import GatheredReader
 from logitless.engine.readers.ids import SLOT_BYTES, IdsReader, SlotReader, best
+from logitless.engine.replay import GATHER_BREAK_EVEN
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.cross_entropy import TokenBuffers
@@ -23,15 +24,11 @@ TEACHER = ("teacher_logps", "teacher_rest", "agreement")
 # Statistics of the label: log p at temperature 1, log-sum-exp at temperature 1 and its residual, top-1 flag.
 LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
 
-# If the loss needs only k logits per token, gathering their k rows of the head is faster than the product
-# with all V rows if k < V / GATHERED.
-GATHERED = 180
-
 
 def gathered_columns(call: HeadCall) -> int:
     """Number of logits per row that are computed from gathered rows of the head; 0: all, by a product."""
     k = call.loss.slots(call.inputs)
-    return k if call.loss.cancels and k * GATHERED < call.V else 0
+    return k if call.loss.cancels and k * GATHER_BREAK_EVEN < call.V else 0
 
 
 def teacher_dtype(call: HeadCall) -> torch.dtype:
