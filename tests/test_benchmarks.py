@@ -474,3 +474,22 @@ def test_parts_of_the_proof_are_shown_together():
         "gradients": [3],
         "outcomes": [4],
     }
+
+
+def test_of_each_recipe_the_newest_outcome_is_shown():
+    def document(day, metrics):
+        null = {"mean": 0.0, "interval": [0.0, 0.0]}
+        rows = [
+            {"name": name, "metric": "accuracy", "steps": 1, "seeds": [{"parted": {"flag": 1, "moved": 1}}]}
+            | {"before": 0.5, "stock": metric, "flag": null, "moved": null, "verdict": "none found"}
+            for name, metric in metrics.items()
+        ]
+        return {"device": "A", "date": f"2026-11-{day}T10:00", "commit": f"c{day}", "outcomes": rows}
+
+    first, second = document(25, {"SFT": 0.6, "GRPO": 0.7}), document(26, {"GRPO": 0.9})
+    actual = proof_tables.recipes([first, second])
+    assert "0.500, 0.600" in actual and "0.500, 0.900" in actual and "0.500, 0.700" not in actual
+    assert "SFT: one A, 2026-11-25, commit c25." in actual
+    assert "GRPO: one A, 2026-11-26, commit c26." in actual
+    assert "One A, 2026-11-26, commit c26." in proof_tables.recipes([second])
+    assert proof_tables.recipes([]) == "*Not measured yet.*"

@@ -74,6 +74,11 @@ def reward(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
     return found
 
 
+def is_right(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
+    """1 for the right sum, and 0 for any other."""
+    return [float(each == 1) for each in reward(prompts, completions)]
+
+
 def questions(count: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [TRAINED[i] for i in torch.randint(len(TRAINED), (count,), generator=generator)]

@@ -48,15 +48,13 @@ def of_page(documents: list[dict]) -> dict[str, str]:
     """Each table of the page, by the name of its markers; of the training runs, one for each result."""
     document = together(documents)
     runs = [(curves.table(each["statistics"], "github"), each) for each in with_part(documents, "statistics")]
-    recipes = [(outcomes(each["outcomes"], "github"), each) for each in with_part(documents, "outcomes")]
     return {
         "proof-heads": heads(document),
         "proof-detail": gradient_errors.table(section_of(document, DETAILED), "github"),
         "proof-objectives": objectives(document),
         "proof-shadow": shadow(document),
         "proof-curves": "\n\n".join(f"{table}\n\n{source(each)}" for table, each in reversed(runs)),
-        "proof-outcomes": "".join(f"{table}\n\n{source(each)}" for table, each in recipes[-1:])
-        or "*Not measured yet.*",
+        "proof-outcomes": recipes(with_part(documents, "outcomes")),
     }
 
 
@@ -66,6 +64,21 @@ def with_part(documents: list[dict], part: str) -> list[dict]:
 
 def source(document: dict) -> str:
     return f"One {document['device']}, {document['date'][:10]}, commit {document['commit']}."
+
+
+def recipes(documents: list[dict]) -> str:
+    """One table of the outcomes: of each recipe the newest result, and below the table which it is."""
+    found = {row["name"]: (row, each) for each in documents for row in each["outcomes"]}
+    if not found:
+        return "*Not measured yet.*"
+    sources: dict[str, list[str]] = {}
+    for name, (_, each) in found.items():
+        sources.setdefault(source(each), []).append(name)
+    lines = [
+        text if len(sources) == 1 else f"{', '.join(names)}: {text[0].lower()}{text[1:]}"
+        for text, names in sources.items()
+    ]
+    return "\n\n".join([outcomes([row for row, _ in found.values()], "github"), *lines])
 
 
 def heads(document: dict) -> str:

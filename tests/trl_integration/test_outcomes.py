@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from benchmarks.proof import outcomes
+from benchmarks.proof import outcomes, sums
 from benchmarks.proof.convergence import failed
 from benchmarks.proof.outcomes import RECIPES, Start, measure, measured, parted, summary
 
@@ -22,6 +22,15 @@ def test_a_planted_fault_is_seen(start):
     assert actual["verdict"] == "difference" and actual["flag"]["mean"] < -0.1
     assert abs(actual["moved"]["mean"]) < 1e-4
     assert [each["parted"]["moved"] for each in seeds] == [None] * 3
+
+
+def test_grpo_has_a_reward_of_the_right_sum_alone(start):
+    """And only prompts that are not held out."""
+    prompts, completions = ["1+2=", "1+2=", "30+4="], ["3<eos>", "4", "34"]
+    assert sums.is_right(prompts, completions) == [1, 0, 1]
+    held_out, *_ = sums.texts(sums.HELD_OUT)
+    asked = RECIPES["GRPO"].made.columns(start.world)["prompt"]
+    assert len(asked) == len(sums.TRAINED) and not {*asked} & {*held_out}
 
 
 def verdict(flag: list[float], moved: list[float]) -> str:
