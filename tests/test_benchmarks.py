@@ -487,9 +487,9 @@ def test_of_each_recipe_the_newest_outcome_is_shown():
         return {"device": "A", "date": f"2026-11-{day}T10:00", "commit": f"c{day}", "outcomes": rows}
 
     first, second = document(25, {"SFT": 0.6, "GRPO": 0.7}), document(26, {"GRPO": 0.9})
-    actual = proof_tables.recipes([first, second])
+    actual = tables.recipes([first, second])
     assert "0.500, 0.600" in actual and "0.500, 0.900" in actual and "0.500, 0.700" not in actual
     assert "SFT: one A, 2026-11-25, commit c25." in actual
     assert "GRPO: one A, 2026-11-26, commit c26." in actual
-    assert "One A, 2026-11-26, commit c26." in proof_tables.recipes([second])
-    assert proof_tables.recipes([]) == "*Not measured yet.*"
+    assert "One A, 2026-11-26, commit c26." in tables.recipes([second])
+    assert tables.recipes([]) == "*Not measured yet.*"
