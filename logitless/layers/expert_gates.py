@@ -192,13 +192,15 @@ def _gate_agrees(cls: type, function: Callable, attributes: dict[str, Any], gate
                 for dtype in (FP32, BF16, FP16):
                     # Rows of usual size, and some beyond usual limits; large products overflow in fp16.
                     scales = [1.0, 0.01, 4.0, 30.0, 2.0, 1.0, 8.0, 1e4 if dtype is FP32 else 16.0]
-                    x = random_tensor(8, width) * torch.tensor(scales, device="cpu")[:, None]
+                    x = random_tensor(8, width) * torch.tensor(scales, dtype=FP32, device="cpu")[:, None]
                     x = x.to(dtype).view(*shape, width)
                     if not _is_as_exact(stock, operator, x):
                         return False
             # Infinity is beyond every limit.
             x = random_tensor(8, 16)
-            x[range(3), 0] = x[range(3, 6), -1] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+            x[range(3), 0] = x[range(3, 6), -1] = torch.tensor(
+                [torch.inf, -torch.inf, torch.nan], dtype=FP32, device="cpu"
+            )
             return torch.allclose(stock(x), operator(x), rtol=1e-4, atol=1e-5, equal_nan=True)
         except Exception:  # then its results do not agree
             return False
