@@ -26,9 +26,11 @@ from benchmarks.harness.report import write_json
 from benchmarks.harness.timing import release
 from benchmarks.proof import curves, gradient_errors, sources, tables
 from benchmarks.proof.curves import EAGER, VARIANTS, Trainer, key
-from benchmarks.proof.gradient_errors import CE, DEFAULT, OBJECTIVES, Head, measure
+from benchmarks.proof.gradient_errors import CE, DEFAULT, OBJECTIVES, ON_LORA, Head, measure
 
 PARTS = ("gradients", "shadow", "curves", "outcomes")
+# Objectives of a head with a loss of groups beside cross-entropy.
+WITH_GROUPS = ("CE", "DPO", "GRPO")
 # In bf16 the chunked loss may be this many times as far from fp32 as stock TRL.
 SHADOW_BF16 = 2.0
 REAL_BATCHES = 4
@@ -134,13 +136,14 @@ class Proof:
 
     def gradients(self) -> None:
         sections = self.document["gradients"] = []
-        for head in self.real_heads():
-            objectives = tuple(OBJECTIVES) if head.name.endswith("read") else ("CE",)
+        real = self.real_heads()
+        for head in real:
+            objectives = WITH_GROUPS if head.name.endswith("read") else ("CE",)
             self.measure(head, sections, objectives, without=("torch.compile",))
         self.long_run()
         last = self.settings.long_steps
         for step, head in self.heads.items():
-            self.measure(head, sections, tuple(OBJECTIVES) if step == last else ("CE",))
+            self.measure(head, sections, WITH_GROUPS if step == last else ("CE",))
         # Its logits do not fit into one chunk of the default budget.
         head, one = self.heads[last], (1, -1)
         large = Head(
@@ -151,6 +154,8 @@ class Proof:
             head.seen,
         )
         self.measure(large, sections, ("CE",), without=("torch.compile",))
+        for adapted in (*[head for head in real if head.name.endswith("read")], self.heads[last]):
+            self.measure(adapted, sections, (ON_LORA,))
         self.heads = {}
 
     def real_heads(self) -> list[Head]:

@@ -6,7 +6,7 @@ batches tell a bias, which stays, from rounding, which averages out.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tabulate import tabulate
@@ -47,6 +47,7 @@ class Head:
 CE = Peers()
 PREFERENCE = Peers()
 POLICY = Peers()
+LORA = Peers()
 DEFAULT = "logitless"
 SMALL = "logitless, several chunks"
 
@@ -96,6 +97,38 @@ CE.add("Liger", package="liger-kernel", needs_cuda=True)(ce_peers.liger)
 CE.add("Liger, fp32 d_weight", package="liger-kernel", needs_cuda=True)(ce_peers.liger_fp32)
 CE.add("CCE (filtered)", package="cut-cross-entropy", needs_cuda=True)(ce_peers.cce)
 CE.add("CCE (no filter)", package="cut-cross-entropy", needs_cuda=True)(ce_peers.cce_exact)
+
+RANK, LORA_SCALE = 16, 2.0
+
+
+@LORA.add(DEFAULT, package="peft")
+def our_lora() -> Callable:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+    from torch import nn
+
+    loss = our_cross_entropy()
+
+    def call(hidden: Tensor, b: Tensor, targets: Tensor, weight: Tensor, a: Tensor):
+        base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        base.weight = nn.Parameter(weight, requires_grad=False)
+        config = LoraConfig(r=RANK, lora_alpha=int(LORA_SCALE * RANK))
+        head = Linear(base, "default", config, r=RANK, lora_alpha=config.lora_alpha)
+        head.lora_A["default"].weight = nn.Parameter(a, requires_grad=False)
+        head.lora_B["default"].weight = b
+        return loss(hidden, head, targets)
+
+    return call
+
+
+@LORA.add("eager")
+def eager_lora() -> Callable:
+    def call(hidden: Tensor, b: Tensor, targets: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        logits = hidden @ weight.t() + (hidden @ a.t()) @ b.t() * LORA_SCALE
+        return torch.nn.functional.cross_entropy(logits.float(), targets)
+
+    return call
+
 
 for peers, module in ((PREFERENCE, preference_peers), (POLICY, policy_peers)):
     peers.add(DEFAULT)(module.logitless)
@@ -178,9 +211,11 @@ class Problem:
     log-probabilities."""
 
     objective: str
-    # hidden (N, H), weight, targets (N,) -> loss of an implementation; one for each batch
+    # (implementation, hidden (N, H), trained weight, index of the batch) -> its loss
     call: Callable[[Callable, Tensor, Tensor, int], Tensor]
     truths: list[Truth]
+    # The weight that is trained, with a row for each id, whose gradient is `d_weight`; None: the head's
+    trained: Tensor | None = None
 
 
 def cross_entropy(head: Head) -> Problem:
@@ -252,7 +287,35 @@ def policy(head: Head) -> Problem:
     return Problem("GRPO", call, truths)
 
 
-OBJECTIVES = {"CE": (cross_entropy, CE), "DPO": (preference, PREFERENCE), "GRPO": (policy, POLICY)}
+def lora(head: Head) -> Problem:
+    """Cross-entropy of a frozen head W + s B A, of which B (V, r) is trained."""
+    V, H = head.weight.shape
+    options = {"generator": torch.Generator(head.weight.device).manual_seed(3), "device": head.weight.device}
+    a = torch.randn(RANK, H, **options).div_(math.sqrt(H)).to(head.weight.dtype)
+    b = head.weight.float().std() * torch.randn(V, RANK, **options) / math.sqrt(RANK)
+    b = (0.1 * b).to(head.weight.dtype)
+    whole = head.weight.double() + LORA_SCALE * b.double() @ a.double()
+
+    def call(implementation: Callable, hidden: Tensor, trained: Tensor, k: int) -> Tensor:
+        return implementation(hidden, trained, head.targets[k], head.weight, a)
+
+    def of_b(found: Truth) -> Truth:
+        return replace(found, d_weight=LORA_SCALE * found.d_weight @ a.double().t())
+
+    truths = [
+        of_b(truth(hidden, whole, targets, lambda logps: -logps.mean()))
+        for hidden, targets in zip(head.hidden, head.targets, strict=True)
+    ]
+    return Problem(ON_LORA, call, truths, b)
+
+
+ON_LORA = "CE, LoRA on the head"
+OBJECTIVES = {
+    "CE": (cross_entropy, CE),
+    "DPO": (preference, PREFERENCE),
+    "GRPO": (policy, POLICY),
+    ON_LORA: (lora, LORA),
+}
 
 
 def measure(
@@ -302,7 +365,8 @@ def row(head: Head, problem: Problem, implementation: Callable | None, total: Te
             dtype = head.weight.dtype
             loss, d_hidden, d_weight = true.loss, true.d_hidden.to(dtype), true.d_weight.to(dtype)
         else:
-            hidden, weight = head.hidden[k].clone().requires_grad_(), head.weight.clone().requires_grad_()
+            hidden = head.hidden[k].clone().requires_grad_()
+            weight = torch.nn.Parameter((head.weight if problem.trained is None else problem.trained).clone())
             output = problem.call(implementation, hidden, weight, k)
             output = getattr(output, "loss", output)
             output.backward()

@@ -1,5 +1,7 @@
 """Errors of the gradients on a head that was trained, where many probabilities are small and some near 1."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +80,19 @@ def test_a_filter_is_seen(rows):
 
 def test_sums_in_bf16_are_seen(rows):
     assert rows["bf16 sums"]["d_weight_others"] > 2 * rows["ours, several chunks"]["d_weight_others"]
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_an_adapter_on_the_head_has_exact_gradients_in_fp32():
+    random = torch.Generator().manual_seed(0)
+    head = gradient_errors.Head(
+        "random",
+        0.5 * torch.randn(257, 32, generator=random),
+        torch.randn(2, 64, 32, generator=random),
+        torch.randint(257, (2, 64), generator=random),
+    )
+    calls, _ = gradient_errors.LORA.load(CPU)
+    section = measure(head, calls, problem=gradient_errors.lora)
+    for row in section["rows"]:
+        assert row["verdict"] == "ok", row
+        assert max(row["d_hidden"]["error"], row["d_weight"]["error"]) < 1e-5, row["name"]
