@@ -185,7 +185,7 @@ def make_head_call(
     num_items: float | Tensor | None = None,
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
-    kept: AlignedMask | None = None,
+    aligned_mask: AlignedMask | None = None,
 ) -> HeadCall:
     """Check the arguments of a public call, and return them as a `HeadCall` with one row per token.
 
@@ -259,8 +259,8 @@ def make_head_call(
         cu_seqlens=cu_seqlens,
         sequence_count=sequence_count,
         frozen=frozen,
-        sets=None if kept is None else kept.sets,
-        add_targets=kept is not None and kept.add_targets,
+        sets=None if aligned_mask is None else aligned_mask.sets,
+        add_targets=aligned_mask is not None and aligned_mask.add_targets,
         needs=needs,
         indices=indices,
     )

@@ -123,7 +123,7 @@ def chunk_function(
 
     def objective(products: Tensor, chunk: ChunkInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the scalar to differentiate, (table of the report, values if the loss is unreduced))."""
-        z, _ = loss.transform.logits(products, chunk.bias)
+        z, _ = loss.logit_transform.logits(products, chunk.bias)
         inputs = dict(chunk.inputs)
         if inputs.get("teacher_logits") is not None:
             inputs["teacher_logits"], _ = loss.teacher_transform.logits(

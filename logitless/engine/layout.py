@@ -75,11 +75,11 @@ class SequenceLayout:
         *,
         shift: bool,
         slices: WholeSequences,
-        kept: AlignedMask | None = None,
+        aligned_mask: AlignedMask | None = None,
     ):
         self._shift = shift
         self._slices = slices
-        self.kept = kept  # the sampling mask of the call
+        self.aligned_mask = aligned_mask  # the sampling mask of the call
         self.packed = cu_seqlens is not None
         if self.packed:
             check_packed("targets", targets, 1)

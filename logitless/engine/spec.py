@@ -136,7 +136,7 @@ class LossSpec(Protocol):
     reader: ClassVar[type]
 
     @property
-    def transform(self) -> LogitTransform:
+    def logit_transform(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
 
     @property

@@ -34,7 +34,7 @@ class CallArguments:
         inputs: additional tensors of the loss by name. After `prepare`, the inputs that the class declares.
         heads: weights and biases as the caller passed them, by name; empty if no head is a module.
         cu_seqlens: (sequences + 1,) int64 boundaries on hidden's device.
-        kept: the sampling mask, aligned with hidden; None if the call has no sampling mask.
+        aligned_mask: the sampling mask, aligned with hidden; None if the call has no sampling mask.
 
     The other attributes are the keyword arguments of every loss (`LinearLoss.__call__`).
     """
@@ -45,7 +45,7 @@ class CallArguments:
     targets: Any
     inputs: dict[str, Any]
     heads: Mapping[str, Any] = field(default_factory=dict)
-    kept: AlignedMask | None = None
+    aligned_mask: AlignedMask | None = None
     bias: Tensor | None = None
     num_items: float | Tensor | None = None
     shift: bool = False
@@ -63,7 +63,7 @@ class CallArguments:
             self.cu_seqlens,
             shift=self.shift,
             slices=self.loss.sequences,
-            kept=self.kept,
+            aligned_mask=self.aligned_mask,
         )
 
     def head_call(self) -> HeadCall:
@@ -78,7 +78,7 @@ class CallArguments:
             num_items=self.num_items,
             shift=self.shift,
             cu_seqlens=self.cu_seqlens,
-            kept=self.kept,
+            aligned_mask=self.aligned_mask,
         )
 
 

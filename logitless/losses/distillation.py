@@ -204,7 +204,7 @@ class DistillationLoss(LogitsLoss):
             "divergence": self.divergence,
             "beta": self.beta,
             "hard_weight": self.hard_loss_weight,
-            "transform": self.transform,
+            "transform": self.logit_transform,
             "teacher_transform": self.teacher_transform,
             "bias": bias,
             "teacher_bias": batch.teacher_bias,

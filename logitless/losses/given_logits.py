@@ -282,7 +282,7 @@ def _check_counts(counts: list[int], targets: Tensor, V: int) -> None:
 
 def _plain_statistics(logits: Tensor, batch: Batch, loss: CrossEntropyLoss) -> dict[str, Tensor]:
     """The statistics by PyTorch operators, which torch.compile fuses."""
-    z, _ = loss.transform.logits(logits)
+    z, _ = loss.logit_transform.logits(logits)
     z = torch.where(batch.supervised[:, None], z, 0.0)  # no NaN of an ignored row reaches its gradient
     lse = z.logsumexp(1)
     stats = {"lse": lse, "logps": z.gather(1, batch.targets[:, None])[:, 0] - lse}
@@ -378,4 +378,4 @@ class _Losses(torch.autograd.Function):
 
 def _options(loss: CrossEntropyLoss, class_weights: Tensor | None) -> dict:
     weights = class_weights if loss.label_smoothing else None
-    return {"transform": loss.transform, "class_weights": weights, "ignore_index": loss.ignore_index}
+    return {"transform": loss.logit_transform, "class_weights": weights, "ignore_index": loss.ignore_index}

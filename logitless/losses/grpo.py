@@ -349,7 +349,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         ratio = bounded_exp(log_ratio)
         ratios = PolicyRatios(logps, old_logps, advantages, token_log_ratio, log_ratio, ratio, batch)
         values, flags = TYPES[self.loss_type].surrogate(self, ratios)
-        selected = self.kept(stats.entropy.detach(), batch)
+        selected = self.top_entropy_mask(stats.entropy.detach(), batch)
         if selected is not None:
             values = values * selected
         if self.off_policy_mask_threshold is not None:
@@ -403,7 +403,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         # 0.
         return Term(batch.sum_by_sequence(x) + (batch.lengths == 0), over="sequences")
 
-    def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
+    def top_entropy_mask(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """(n,) 1 for the tokens with the highest entropy, 0 for all others; None if all tokens are kept."""
         if self.top_entropy_quantile >= 1:
             return None

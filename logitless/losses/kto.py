@@ -204,7 +204,7 @@ class KTOLoss(ReferencedLoss):
             targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:
                 reference = shifted(reference, 0.0, cu_seqlens=starts)
-        policy = self.detached_logps(hidden, call.weight, call.bias, targets, self.transform, starts)
+        policy = self.detached_logps(hidden, call.weight, call.bias, targets, self.logit_transform, starts)
         if reference is None:
             check_reference(self, ref_hidden, ref_weight, ref_bias, call.weight, targets)
             reference = self.detached_logps(ref_hidden, ref_weight, ref_bias, targets, self.ref_transform)

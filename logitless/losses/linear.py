@@ -234,7 +234,7 @@ class LinearLoss(CheckedCall):
         return register_loss(self)
 
     @property
-    def transform(self) -> LogitTransform:
+    def logit_transform(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
         return LogitTransform(self.softcap, self.logit_scale, self.temperature)
 
@@ -435,7 +435,7 @@ class LinearLoss(CheckedCall):
         if call.cu_seqlens is not None:
             call.cu_seqlens = checked_boundaries(call.cu_seqlens, hidden, loss.boundaries_argument)
         if sampling_mask is not None:
-            call.kept = self.aligned_mask(sampling_mask, call)
+            call.aligned_mask = self.aligned_mask(sampling_mask, call)
         loss.prepare(call)
         return call
 

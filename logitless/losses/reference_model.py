@@ -68,7 +68,9 @@ class ComparedLoss(TokenLoss):
             targets = call.targets.long()
             if call.shift:
                 targets = shifted(targets, self.ignore_index, cu_seqlens=call.cu_seqlens)
-            logps = self.detached_logps(hidden, weight, bias, targets, self.ref_transform, kept=call.kept)
+            logps = self.detached_logps(
+                hidden, weight, bias, targets, self.ref_transform, aligned_mask=call.aligned_mask
+            )
             # Align them with the unshifted labels, because the call shifts both.
             call.inputs["ref_logps"] = logps.roll(1, -1) if call.shift else logps
             for name in MODEL:
@@ -100,18 +102,18 @@ class ComparedLoss(TokenLoss):
         targets: Tensor,
         transform: LogitTransform,
         kl_cu_seqlens: Tensor | None = None,
-        kept: AlignedMask | None = None,
+        aligned_mask: AlignedMask | None = None,
     ) -> Tensor:
         """Compute the log-probabilities of the targets, in targets' shape, in a pass without gradients.
 
-        `targets` and the sets of `kept` are already shifted. `kl_cu_seqlens` is only checked.
+        `targets` and the sets of `aligned_mask` are already shifted. `kl_cu_seqlens` is only checked.
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = transform._asdict() | {name: getattr(self, name) for name in names}
         loss = cached_loss(DetachedStatistics, **options)
         with torch.no_grad():
             statistics, _ = loss.statistics(
-                hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=kept
+                hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=aligned_mask
             )
         return statistics["logps"]
 

@@ -158,7 +158,7 @@ def full_logits(call: HeadCall, rows: Rows) -> Tensor:
         with autocast:
             blocks = layers.module.blocks(layers.head)
             x = torch.func.functional_call(blocks, dict(layers.tensors), (x,)).to(call.dtype)
-    return _mask_excluded_ids(call, rows, call.loss.transform.logits(x @ weight.t(), call.bias)[0])
+    return _mask_excluded_ids(call, rows, call.loss.logit_transform.logits(x @ weight.t(), call.bias)[0])
 
 
 def _mask_excluded_ids(call: HeadCall, rows: Rows, z: Tensor) -> Tensor:

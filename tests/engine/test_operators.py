@@ -88,9 +88,9 @@ DIFFERING = {
 def test_losses_that_differ(losses):
     compiled, arguments = compile_call(), head(6)
     for loss in losses:
-        ours, theirs = compiled(loss, *arguments), focal(*arguments, loss)
-        torch.testing.assert_close(ours, theirs)
-        grads = [torch.autograd.grad(x.sum(), arguments[:2]) for x in (ours, theirs)]
+        ours, expected = compiled(loss, *arguments), focal(*arguments, loss)
+        torch.testing.assert_close(ours, expected)
+        grads = [torch.autograd.grad(x.sum(), arguments[:2]) for x in (ours, expected)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 

@@ -78,8 +78,8 @@ def test_from_yaml_to_the_loss(manager, caplog):
     assert_close(out.loss.detach(), expected.loss.detach().double(), 1e-6, name="loss")
     out.loss.backward()
     expected.loss.backward()
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(ours.grad, theirs.grad, 1e-5, name=name)
+    for (name, ours), reference_value in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(ours.grad, reference_value.grad, 1e-5, name=name)
     state_of(model, KEY)()
     assert model(**INPUTS).logits is not None
 

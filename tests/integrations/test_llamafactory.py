@@ -49,8 +49,8 @@ def test_the_callback_in_a_trainer(tmp_path, caplog):
     assert losses == pytest.approx(expected, abs=2e-4) and len(losses) == 3
     assert callback.patch.last_plan is not None and callback.patch.logits_budget == 100_000
     assert "logitless: LLaMA-Factory's loss of labelled calls replaced" in caplog.text
-    for ours, theirs in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    for ours, reference_value in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, reference_value, rtol=1e-3, atol=1e-4)
     assert type(trainer.model) is type(stock.model)  # undone
 
 

@@ -83,7 +83,7 @@ def on_a_rank(dtype: torch.dtype, ours: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_two_ranks(dtype):
     ours = in_processes(2, on_a_rank, dtype, True)
-    theirs = in_processes(2, on_a_rank, dtype, False)
+    reference_value = in_processes(2, on_a_rank, dtype, False)
     tolerance = 1e-6 if dtype == torch.float32 else 8e-3
     for rank, actual in enumerate(ours):
         expected = truth()
@@ -91,7 +91,7 @@ def test_two_ranks(dtype):
         expected["weight"] = expected["weight"].chunk(2)[rank]
         for name, x in expected.items():
             assert_close(actual[name], x, tolerance, name=f"{name} on rank {rank}")
-            assert_close(theirs[rank][name], x, tolerance, name=f"NeMo-RL's {name} on rank {rank}")
+            assert_close(reference_value[rank][name], x, tolerance, name=f"NeMo-RL's {name} on rank {rank}")
 
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -151,17 +151,17 @@ def test_patched_and_undone(monkeypatch, caplog):
     """Also in a module that has imported the function by name."""
     packages = {name: ModuleType(name) for name in ("nemo_rl", "nemo_rl.distributed")}
     owner, importer = ModuleType("nemo_rl.distributed.model_utils"), ModuleType("nemo_rl.worker")
-    theirs = owner.__dict__[NAME] = importer.__dict__[NAME] = stock()
+    expected = owner.__dict__[NAME] = importer.__dict__[NAME] = stock()
     for each in (*packages.values(), owner, importer):
         monkeypatch.setitem(sys.modules, each.__name__, each)
     with caplog.at_level("INFO", "logitless"):
         undo = module.patch(logits_budget=2**30)
-    assert getattr(owner, NAME) is getattr(importer, NAME) is not theirs
+    assert getattr(owner, NAME) is getattr(importer, NAME) is not expected
     assert getattr(owner, NAME).keywords == {"logits_budget": 2**30}
     (record,) = caplog.records
     assert record.message == f"logitless: NeMo-RL's {NAME} replaced, logits_budget 1 GiB"
     undo()
-    assert getattr(owner, NAME) is getattr(importer, NAME) is theirs
+    assert getattr(owner, NAME) is getattr(importer, NAME) is expected
 
 
 def test_without_nemo_rl():

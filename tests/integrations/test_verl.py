@@ -66,8 +66,8 @@ def test_megatrons_layout():
     assert_close(entropy, expected[1], 1e-6, name="entropy")
     scalar(logps, entropy).backward()
     scalar(*expected).backward()
-    for name, ours, theirs in zip(("hidden", "weight"), (hidden, weight), truth):
-        assert_close(ours.grad, theirs.grad, 1e-6, name=f"d_{name}")
+    for name, ours, reference_value in zip(("hidden", "weight"), (hidden, weight), truth):
+        assert_close(ours.grad, reference_value.grad, 1e-6, name=f"d_{name}")
 
 
 def test_bf16():
@@ -436,11 +436,11 @@ def test_corrections_are_those_of_verl(core, level, threshold):
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
     x = rollout_in_fp64(1.0)
     ours = losses.correction_of({"rollout_is": level, "rollout_is_threshold": threshold})
-    theirs, _ = helper.compute_rollout_correction_weights(
+    expected, _ = helper.compute_rollout_correction_weights(
         x.old - x.sampled, x.mask.double(), level, rollout_is_threshold=threshold
     )
     actual = ours.weights(x.old, x.sampled, x.mask)
-    torch.testing.assert_close(actual[x.mask], theirs[x.mask])
+    torch.testing.assert_close(actual[x.mask], expected[x.mask])
 
 
 def test_names_and_parameters(verl):

@@ -438,8 +438,8 @@ def test_how_much_of_a_head_is_rotated():
     q, k, angles = torch.randn(2, 3, 5, 12), torch.randn(2, 1, 5, 12), torch.randn(2, 2, 5, 8)
     for function in (last, first):
         rotate = Rotate(function, rotation_of(function))
-        for ours, theirs in zip(rotate(q, k, *angles), function(q, k, *angles)):
-            torch.testing.assert_close(ours, theirs)
+        for ours, stock in zip(rotate(q, k, *angles), function(q, k, *angles)):
+            torch.testing.assert_close(ours, stock)
 
 
 @pytest.mark.parametrize(
@@ -455,8 +455,8 @@ def test_how_much_of_a_head_is_rotated():
 def test_what_pytorch_broadcasts_runs_the_models_code(shapes):
     operands = [torch.randn(shape) for shape in shapes]
     rotate = Rotate(rotated, rotation_of(rotated))
-    for ours, theirs in zip(rotate(*operands), rotated(*operands)):
-        torch.testing.assert_close(ours, theirs)
+    for ours, stock in zip(rotate(*operands), rotated(*operands)):
+        torch.testing.assert_close(ours, stock)
 
 
 def one(x, cos, sin, unsqueeze_dim=1):
@@ -505,11 +505,11 @@ def test_a_rotation_that_stores_neighbours_in_halves():
     norms = nn.ModuleList([LlamaRMSNorm(8), LlamaRMSNorm(8)])
     fuse_layers(norms)
     # No kernel has the norms before this rotation.
-    for ours, theirs in zip(
+    for ours, stock in zip(
         Rotate(function, rotation).norm_and_rotate(*norms, False, q, k, cos, sin),
         function(LlamaRMSNorm(8)(q), LlamaRMSNorm(8)(k), cos, sin),
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, stock)
 
 
 def only_short(q, k, cos, sin):

@@ -118,9 +118,9 @@ def test_the_error_is_at_most_that_of_the_models_gate(family, dtype):
     with counted() as calls:
         actual = outcome(x)
     assert calls == {OPERATORS[FAMILIES[family][1]]: 1}
-    for wanted, theirs, ours in zip(truth, stock, actual, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert (ours.double() - wanted).norm() <= (theirs.double() - wanted).norm()
+    for wanted, of_stock, ours in zip(truth, stock, actual, strict=True):
+        assert ours.dtype == of_stock.dtype
+        assert (ours.double() - wanted).norm() <= (of_stock.double() - wanted).norm()
 
 
 def test_the_error_of_models_in_bf16_is_that_of_the_stock_models():

@@ -46,22 +46,22 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
-def test_modules_of_others(ours, theirs):
+@pytest.mark.parametrize(("ours", "stock"), PAIRS.values(), ids=PAIRS)
+def test_modules_of_others(ours, stock):
     """Their state dict loads, and results and gradients are equal; a new module has the same parameters."""
     torch.manual_seed(0)
-    ours, theirs = ours(), theirs()
-    for name, x in theirs.named_parameters():
-        if "norm" in type(theirs).__name__.lower():
+    ours, stock = ours(), stock()
+    for name, x in stock.named_parameters():
+        if "norm" in type(stock).__name__.lower():
             torch.testing.assert_close(dict(ours.named_parameters())[name], x)
     with torch.no_grad():
-        for x in theirs.parameters():
+        for x in stock.parameters():
             x.add_(0.3 * torch.randn_like(x))
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(stock.state_dict())
     x = torch.randn(2, 5, H, requires_grad=True)
     upstream = torch.randn(2, 5, H)
     results = []
-    for module in (ours, theirs):
+    for module in (ours, stock):
         y = module(x)
         results.append((y, *torch.autograd.grad(y, (x, *module.parameters()), upstream)))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

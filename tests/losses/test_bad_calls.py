@@ -142,12 +142,12 @@ SYNONYMS = [
 
 
 @every_loss
-@pytest.mark.parametrize(("theirs", "ours"), SYNONYMS)
-def test_names_of_other_libraries(kind, theirs, ours):
+@pytest.mark.parametrize(("their_name", "ours"), SYNONYMS)
+def test_names_of_other_libraries(kind, their_name, ours):
     """The remedy names our argument only where the call has it, and never one that is spelt alike."""
-    if theirs in kind.keywords:
+    if their_name in kind.keywords:
         return  # position_ids of DPO, labels of KTO
-    remedy = refused(lambda: call(kind, **{theirs: numbers(B)})).rpartition(";")[2]
+    remedy = refused(lambda: call(kind, **{their_name: numbers(B)})).rpartition(";")[2]
     known = ours in kind.keywords or ours == "targets"
     assert (ours in remedy) == known or "take a" in remedy, remedy
     assert "perhaps" not in remedy and ("leave it out" in remedy) == (ours == "num_items" and not known)
@@ -731,7 +731,7 @@ def test_a_class_that_is_no_loss(define, named):
 
 
 @pytest.mark.parametrize("kind", [TokenLoss, CrossEntropyLoss, LogitsLoss])
-@pytest.mark.parametrize("name", ["head", "terms", "sequences", "unit", "metric_names", "reader"])
+@pytest.mark.parametrize("name", ["logit_transform", "terms", "sequences", "unit", "metric_names", "reader"])
 def test_a_field_that_hides_what_the_library_reads(kind, name):
     body = {"__annotations__": {name: float}, name: 2.0}
     message = (

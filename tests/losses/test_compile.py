@@ -213,9 +213,9 @@ def test_every_unreduced_loss(name):
             ours = compiled(x)
             actual = every_loss.gradients(ours[0], x, every_loss.heads())
         with uncompiled():
-            theirs = step(x)
-            expected = every_loss.gradients(theirs[0], x, every_loss.heads())
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+            reference_value = step(x)
+            expected = every_loss.gradients(reference_value[0], x, every_loss.heads())
+        torch.testing.assert_close(ours, reference_value, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
         assert actual["hidden"].any() == (ignored < 1)
 

@@ -319,8 +319,8 @@ def test_class_weights_of_fp64_operands_are_summed_in_fp64(dtype):
     h, w, targets, b = operands((301,), 8, 50, torch.float64, ignored=0.4)
     weights = torch.linspace(0.1, 0.7, 50, dtype=torch.float64, device=DEVICE).to(dtype)
     ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights)
-    theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights.double())
-    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
+    expected = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights.double())
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("ignore_index", [50, 2**40, -1])
@@ -331,9 +331,9 @@ def test_an_ignored_id_needs_no_class_weight(reduction, compact, ignore_index):
     targets[targets == -100] = ignore_index
     weights = torch.linspace(7.0, 0.0, 50, dtype=torch.float64, device=DEVICE)
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, **options)
+    expected = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, **options)
     ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, compact=compact, **options)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
 
 
 class WithSum(CrossEntropyLoss):

@@ -98,8 +98,8 @@ def test_medusa(case):
     truth, losses, hits = plain_loss(terms, targets, starts, num_items, label_smoothing=0.1)
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
     ours = torch.autograd.grad(3.0 * out.loss, trained, retain_graph=True)
-    theirs = torch.autograd.grad(3.0 * truth, trained)
-    for x, a, b in zip(trained, ours, theirs, strict=True):
+    expected = torch.autograd.grad(3.0 * truth, trained)
+    for x, a, b in zip(trained, ours, expected, strict=True):
         assert b.norm() > 0 and a.dtype == x.dtype
         assert relative_error(a, b) < 1e-10, tuple(x.shape)
     again = torch.autograd.grad(out.loss, trained)
@@ -168,9 +168,9 @@ def test_isolated_depths_see_the_head_as_a_constant(packed, rows, first):
     truth, _, _ = plain_loss(terms, targets, starts)
     trained = [x for x, used in zip((*hiddens, weight, bias), (first, 1, 1, first, first)) if used]
     ours = torch.autograd.grad(out.loss, trained)
-    theirs = torch.autograd.grad(truth, trained)
+    expected = torch.autograd.grad(truth, trained)
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
-    for x, a, b in zip(trained, ours, theirs, strict=True):
+    for x, a, b in zip(trained, ours, expected, strict=True):
         assert b.norm() > 0 and relative_error(a, b) < 1e-10, tuple(x.shape)
 
 

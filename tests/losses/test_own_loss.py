@@ -148,13 +148,13 @@ def test_groups_in_every_strategy(kind, trainable, rows, strategy, packed, compa
         strategy = "recompute"  # the host does not know where the pairs end
     assert out.plan.strategy == strategy, out.plan.describe()
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
-    for name, ours, theirs in zip(
+    for name, ours, expected in zip(
         ("hidden", "weight", "bias"),
         torch.autograd.grad(3 * out.loss, inputs),
         torch.autograd.grad(3 * truth, inputs),
     ):
-        assert theirs.norm() > 0
-        assert relative_error(ours, theirs) < 1e-11, name
+        assert expected.norm() > 0
+        assert relative_error(ours, expected) < 1e-11, name
     with torch.no_grad():
         only = loss(hidden.view(*shape, H), weight, targets.view(shape), bias=bias, **extra)
     assert only.plan.strategy == "loss_only"
@@ -214,8 +214,8 @@ def check_teacher_loss(reduction, compact):
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-10
     upstream = random(*truth.shape)
     ours = torch.autograd.grad(out.loss, (hidden, weight, bias), upstream)
-    theirs = torch.autograd.grad(truth, (hidden, weight, bias), upstream)
-    for name, a, b in zip(("hidden", "weight", "bias"), ours, theirs, strict=True):
+    expected = torch.autograd.grad(truth, (hidden, weight, bias), upstream)
+    for name, a, b in zip(("hidden", "weight", "bias"), ours, expected, strict=True):
         assert b.norm() > 0
         assert relative_error(a, b) < 1e-9, name
 

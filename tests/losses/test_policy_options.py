@@ -111,16 +111,16 @@ def assert_equal(loss, truth, operands: tuple, inputs: dict, options: dict) -> N
         metrics["ours"] = out.metrics
         return out.loss
 
-    def theirs(*x, **given):
-        value, metrics["theirs"], _ = truth(*x, **given, **options)
+    def expected(*x, **given):
+        value, metrics["expected"], _ = truth(*x, **given, **options)
         return value
 
-    pairs = zip(value_and_gradients(ours, operands, inputs), value_and_gradients(theirs, operands, inputs))
+    pairs = zip(value_and_gradients(ours, operands, inputs), value_and_gradients(expected, operands, inputs))
     for name, (x, y) in zip(("loss", "d_hidden", "d_weight"), pairs, strict=True):
         assert y.isfinite().all()
         assert (x - y).norm() <= 1e-9 * max(y.norm().item(), 1.0), (name, options)
-    assert metrics["ours"].keys() == metrics["theirs"].keys()
-    for name, x in metrics["theirs"].items():
+    assert metrics["ours"].keys() == metrics["expected"].keys()
+    for name, x in metrics["expected"].items():
         assert metrics["ours"][name].item() == pytest.approx(x.item(), rel=1e-9, abs=1e-12), (name, options)
 
 

@@ -88,7 +88,7 @@ def definition(
         return x.double() @ weight.double().T if exact else (x @ weight.T).double()
 
     draft_ids = w.draft_ids if ids else torch.arange(w.vocab, device=DEVICE)
-    hiddens, head = loss.transform, loss.teacher_transform
+    hiddens, head = loss.logit_transform, loss.teacher_transform
     full = product(w.teacher_hidden.reshape(-1, HV), w.teacher_weight)
     full = head.logits(full, w.teacher_bias.double())[0]
     if loss.teacher_softmax == "draft":
@@ -232,9 +232,9 @@ def compared(w: World, loss: SpeculatorLoss, case: dict, **given) -> None:
     else:
         assert relative_error(ours.detach(), truth.detach()) < 1e-11
     used = [x for x in w.trained() if x is not None]
-    theirs = torch.autograd.grad(truth, used, upstream, allow_unused=True)
+    expected = torch.autograd.grad(truth, used, upstream, allow_unused=True)
     actual = torch.autograd.grad(ours, used, upstream, allow_unused=True)
-    for x, a, b in zip(used, actual, theirs, strict=True):
+    for x, a, b in zip(used, actual, expected, strict=True):
         if b is None or not b.any():
             assert a is None or not a.any()
         else:
@@ -301,9 +301,9 @@ def test_a_frozen_head_and_head_modules():
     given |= {"teacher_weight": verifier.weight, "teacher_bias": verifier.bias}
     by_tensor = SpeculatorLoss()(w.hiddens, head.weight.detach(), bias=head.bias.detach(), **given).loss
     assert torch.equal(by_module, by_tensor)
-    theirs = torch.autograd.grad(by_tensor, w.hiddens)
+    expected = torch.autograd.grad(by_tensor, w.hiddens)
     by_module.backward()
-    assert all(torch.equal(x.grad, gradient) for x, gradient in zip(w.hiddens, theirs, strict=True))
+    assert all(torch.equal(x.grad, gradient) for x, gradient in zip(w.hiddens, expected, strict=True))
     assert head.weight.grad.any() and head.bias.grad.any() and verifier.weight.grad is None
 
 

@@ -224,20 +224,20 @@ def compare(name: str) -> Result:
         return Result("not run", described(error))
     inputs = labelled(model)
     try:
-        theirs, expected = gradients(model, **inputs)
+        stock, expected = gradients(model, **inputs)
     except Exception as error:
-        theirs = Result("not run", described(error))
+        stock = Result("not run", described(error))
     try:
         patch = patch_model(model, logits_budget=2**20)
     except (TypeError, ValueError) as error:
         return Result("refused", described(error))
-    if isinstance(theirs, Result):
-        return theirs
+    if isinstance(stock, Result):
+        return stock
     ours, actual = gradients(model, **inputs)
-    fields = set(theirs.keys()) - {"logits"}
+    fields = set(stock.keys()) - {"logits"}
     assert set(ours.keys()) == fields, f"{name}: {set(ours.keys())}, not {fields}"
     torch.testing.assert_close(
-        ours.loss, theirs.loss, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
+        ours.loss, stock.loss, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
     )
     assert actual.keys() == expected.keys(), f"{name}: {actual.keys() ^ expected.keys()}"
     largest = max(x.norm() for x in expected.values())

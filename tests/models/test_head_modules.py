@@ -485,8 +485,8 @@ def test_several_ids_of_a_head_module():
     grads = (
         torch.autograd.grad(x.sum(), list(head.parameters())) for x in (given.logps, plain.gather(-1, ids))
     )
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for ours, of_stock in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, of_stock, rtol=1e-4, atol=1e-5)
     assert torch.equal(linear_topk(hidden, head, 2).ids, plain.topk(2).indices)
 
 

@@ -28,10 +28,10 @@ def same_as_stock(model, **inputs):
     """Loss and gradients of the model as it is, and of a stock twin."""
     twin = transformers.AutoModelForCausalLM.from_config(model.config)
     twin.load_state_dict(model.state_dict())
-    theirs, expected = gradients(twin, **INPUTS | inputs)
+    stock, expected = gradients(twin, **INPUTS | inputs)
     ours, actual = gradients(model, **INPUTS | inputs)
     assert ours.logits is None
-    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(ours.loss, stock.loss)
     torch.testing.assert_close(actual, expected)
 
 
@@ -106,8 +106,8 @@ def test_a_step_without_targets_trains_nothing(family, options):
     nothing = {"labels": torch.full_like(IDS, -100), "num_items_in_batch": torch.tensor(0)}
     twin = transformers.AutoModelForCausalLM.from_config(model.config)
     twin.load_state_dict(model.state_dict())
-    (theirs, expected), (ours, actual) = (gradients(x, **INPUTS | nothing) for x in (twin, model))
-    assert ours.loss.isnan() and theirs.loss.isnan()
+    (stock, expected), (ours, actual) = (gradients(x, **INPUTS | nothing) for x in (twin, model))
+    assert ours.loss.isnan() and stock.loss.isnan()
     torch.testing.assert_close(actual, expected)
     assert any(x.any() for x in actual.values()) == (family == "mixtral")  # its router loss
 
@@ -131,9 +131,9 @@ def test_a_trainers_steps_with_and_without_targets(tmp_path):
         trainer.train()
         logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
         runs.append((logs, {name: x.detach() for name, x in model.named_parameters()}))
-    (theirs, expected), (ours, actual) = runs
-    assert theirs[0] == ours[0] == (0.0, 0.0) and ours[1][1] > 0
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    (stock, expected), (ours, actual) = runs
+    assert stock[0] == ours[0] == (0.0, 0.0) and ours[1][1] > 0
+    torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -394,8 +394,8 @@ def test_adapters_that_come_after_the_patch():
     ours, actual = gradients(adapted, **INPUTS)
     stock = tiny_model()
     torch.manual_seed(0)
-    theirs, expected = gradients(peft.get_peft_model(stock, config), **INPUTS)
-    torch.testing.assert_close(ours.loss, theirs.loss)
+    of_stock, expected = gradients(peft.get_peft_model(stock, config), **INPUTS)
+    torch.testing.assert_close(ours.loss, of_stock.loss)
     torch.testing.assert_close(actual, expected)
     assert ours.logits is None and any("lm_head.lora_A" in name for name in actual)
     patch()
@@ -493,10 +493,10 @@ def test_tokens_that_the_model_selects_by_the_attention_mask():
     )
     model = transformers.Qwen2AudioForConditionalGeneration(config)
     inputs = INPUTS | {"attention_mask": (torch.arange(11) < torch.tensor([[11], [7]])).long()}
-    theirs, expected = gradients(model, **inputs)
+    stock, expected = gradients(model, **inputs)
     assert patch_model(model).checked == "checked at attach"
     ours, actual = gradients(model, **inputs)
-    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(ours.loss, stock.loss)
     torch.testing.assert_close(actual, expected)
 
 

@@ -61,7 +61,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_patched_model_under_its_wrapper(name, one_rank):
-    theirs, expected = gradients(tiny_model(), **INPUTS)
+    stock, expected = gradients(tiny_model(), **INPUTS)
     model = tiny_model()
     wrapped = WRAPPERS[name](model)
     assert base_of(wrapped) is model and wrapped(**INPUTS).logits is not None
@@ -69,7 +69,7 @@ def test_a_patched_model_under_its_wrapper(name, one_rank):
     ours = wrapped(**INPUTS)
     ours.loss.backward()
     assert ours.logits is None
-    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(ours.loss, stock.loss)
     torch.testing.assert_close({name: x.grad for name, x in model.named_parameters()}, expected)
     undo()
     assert wrapped(**INPUTS).logits is not None

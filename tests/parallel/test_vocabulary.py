@@ -101,10 +101,10 @@ def test_a_lone_shard_is_the_whole():
         torch.testing.assert_close(getattr(lone, name)(z), getattr(WHOLE_VOCABULARY, name)(z))
     for name in ("log_softmax", "norm"):
         upstream = torch.randn_like(getattr(lone, name)(z))
-        ours, theirs = (
+        ours, expected = (
             torch.autograd.grad(getattr(v, name)(z), z, upstream) for v in (lone, WHOLE_VOCABULARY)
         )
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, expected)
 
 
 ALONE = [(), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",)]

@@ -259,7 +259,7 @@ def prepared(case: Step, flag: bool) -> tuple[Any, Callable[[], Run]]:
 def check(case: Step) -> None:
     """Compares a step with the flag to stock TRL's: logs and gradients, or the refusal."""
     try:
-        theirs = step(case, flag=False)
+        of_stock = step(case, flag=False)
     except Exception:  # what stock TRL refuses or cannot do
         if case.forward:
             return  # the flag may be able to
@@ -271,7 +271,7 @@ def check(case: Step) -> None:
     except (ValueError, TypeError) as error:
         assert ": expected " in str(error), f"not refused by name: {error}"
         return
-    for theirs_logged, logged in zip(theirs.logs, mine.logs, strict=True):
+    for theirs_logged, logged in zip(of_stock.logs, mine.logs, strict=True):
         assert theirs_logged.keys() == logged.keys()
         for name, value in theirs_logged.items():
             # Where the reference is the policy itself, margins and their signs are rounding errors.
@@ -280,12 +280,13 @@ def check(case: Step) -> None:
                 expected = value if value is None else pytest.approx(value, rel=RTOL, abs=1e-4, nan_ok=True)
                 assert logged[name] == expected, f"logged {name}: {logged[name]}, stock {value}"
     of_finite = [
-        [{name: x.isfinite() for name, x in step.items()} for step in run.gradients] for run in (theirs, mine)
+        [{name: x.isfinite() for name, x in step.items()} for step in run.gradients]
+        for run in (of_stock, mine)
     ]
     if not all(x.all() for step in of_finite[0] for x in step.values()):  # an overflow in stock TRL
         torch.testing.assert_close(of_finite[1], of_finite[0])
         return
-    assert_same_gradients(theirs, mine, rtol=RTOL)
+    assert_same_gradients(of_stock, mine, rtol=RTOL)
 
 
 SEARCHES = {kind: (steps(kind).filter(unknown), lambda case: check(case)) for kind in OPTIONS}

@@ -121,25 +121,25 @@ def side_by_side(
     ]
 
 
-def assert_same_run(theirs: Run, mine: Run, rtol: float) -> None:
+def assert_same_run(of_stock: Run, mine: Run, rtol: float) -> None:
     """Every logged number and every gradient."""
-    for stock_log, log in zip(theirs.logs, mine.logs, strict=True):
+    for stock_log, log in zip(of_stock.logs, mine.logs, strict=True):
         assert log.keys() == stock_log.keys()
         for key, value in stock_log.items():
             if "time" not in key:
                 assert log[key] == pytest.approx(value, rel=rtol, abs=rtol / 10), key
-    assert_same_gradients(theirs, mine, rtol=rtol)
+    assert_same_gradients(of_stock, mine, rtol=rtol)
 
 
 def assert_same(stock: Run, mine: Run, *, rtol: float = RTOL) -> None:
     assert len(stock.logs) == len(mine.logs) > STEPS
-    for step, (theirs, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
-        assert theirs.keys() == own.keys()
-        for key in theirs:
+    for step, (of_stock, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
+        assert of_stock.keys() == own.keys()
+        for key in of_stock:
             # Where the reference is the policy itself, margins and their signs are rounding errors.
-            tied = "accuracies" in key and abs(theirs.get("rewards/margins", 1.0)) < 1e-4
+            tied = "accuracies" in key and abs(of_stock.get("rewards/margins", 1.0)) < 1e-4
             if "time" not in key and not tied:
-                assert own[key] == pytest.approx(theirs[key], rel=rtol, abs=1e-5), f"{key} at log {step}"
+                assert own[key] == pytest.approx(of_stock[key], rel=rtol, abs=1e-5), f"{key} at log {step}"
     assert_same_gradients(stock, mine, rtol=rtol)
     assert set(mine.strategies) <= {"fused", "recompute", "cached_grad", "loss_only"}, mine.strategies
     assert set(stock.strategies) == {None}

@@ -31,8 +31,8 @@ def flagged(kind: str, folder, budget: int | str, **more) -> Run:
 
 def assert_equal_gradients(actual: Run, expected: Run) -> None:
     assert len(actual.gradients) == len(expected.gradients) == STEPS["max_steps"]
-    for mine, theirs in zip(actual.gradients, expected.gradients):
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], x) for name, x in theirs.items())
+    for mine, stock in zip(actual.gradients, expected.gradients):
+        assert mine.keys() == stock.keys() and all(torch.equal(mine[name], x) for name, x in stock.items())
 
 
 @pytest.fixture
@@ -59,18 +59,18 @@ def part(plans: list) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_stock_trainer(folder, plans, kind):
     """Bit for bit, whatever gradient_checkpointing says; beside both flags to rounding."""
-    theirs = step(kind, folder, **STEPS)
+    stock = step(kind, folder, **STEPS)
     all_kept = flagged(kind, folder, PLENTY, gradient_checkpointing=True)
-    assert_equal_gradients(all_kept, theirs)
+    assert_equal_gradients(all_kept, stock)
     budget = part(plans)
     fitted = flagged(kind, folder, budget)
-    assert_equal_gradients(fitted, theirs)
+    assert_equal_gradients(fitted, stock)
     handle = fitted.trainer.fitted_activations.fitted
     assert any(set(plan.levels) == {"full", "keep"} for plan in plans)
     assert max(plan.bytes for plan in plans) <= budget and handle.held_bytes == 0
     both = flagged(kind, folder, budget, **BOTH)
     assert any("cheap" in plan.levels for plan in plans)
-    assert_same_gradients(theirs, both, rtol=1e-3)
+    assert_same_gradients(stock, both, rtol=1e-3)
     assert_equal_gradients(flagged(kind, folder, PLENTY, **BOTH), both)
 
 
@@ -80,10 +80,10 @@ def test_lora_with_dropout(folder, plans, dtype):
         return adapted(model, lora_dropout=0.1)
 
     given = {"wrap": wrap, "gradient_accumulation_steps": 2, "use_fused_layers": True} | dtype
-    theirs = step("SFT", folder, **given, **our_pair("SFT"), **STEPS)
+    stock = step("SFT", folder, **given, **our_pair("SFT"), **STEPS)
     mine = flagged("SFT", folder, PLENTY, **given)
-    assert_equal_gradients(mine, theirs)
-    assert_equal_gradients(flagged("SFT", folder, part(plans), **given), theirs)
+    assert_equal_gradients(mine, stock)
+    assert_equal_gradients(flagged("SFT", folder, part(plans), **given), stock)
 
 
 def test_the_log_line(folder, caplog):

@@ -25,12 +25,12 @@ def adapted(model, **changes):
 def compare(model, *, rtol=1e-4, atol=1e-6) -> None:
     """Loss and gradients of the model's own forward pass, then of ours."""
     torch.manual_seed(2)  # of the dropout
-    theirs, expected = gradients(model, **INPUTS)
+    stock, expected = gradients(model, **INPUTS)
     patch_model(model, logits_budget=2**14)
     torch.manual_seed(2)
     mine, actual = gradients(model, **INPUTS)
-    assert theirs.logits is not None and mine.logits is None
-    torch.testing.assert_close(mine.loss, theirs.loss, rtol=rtol, atol=atol)
+    assert stock.logits is not None and mine.logits is None
+    torch.testing.assert_close(mine.loss, stock.loss, rtol=rtol, atol=atol)
     assert actual.keys() == expected.keys()
     for name, grad in expected.items():
         assert (actual[name] - grad).norm() <= rtol * grad.norm(), name

@@ -201,8 +201,8 @@ def test_async_distillation_without_a_word_from_the_teacher(tmp_path):
         sample.teacher_topk_ids[:] = -1
         return sample
 
-    theirs, mine = both(tmp_path, "AsyncDistillation", silent, **EAGER)
-    assert [log.get("loss") for log in mine.logs] == [log.get("loss") for log in theirs.logs]
+    of_stock, mine = both(tmp_path, "AsyncDistillation", silent, **EAGER)
+    assert [log.get("loss") for log in mine.logs] == [log.get("loss") for log in of_stock.logs]
     assert mine.logs[0]["loss"] == mine.logs[0]["grad_norm"] == 0.0 and mine.logs[0]["jsd"] is None
 
 

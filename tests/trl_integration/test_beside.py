@@ -20,11 +20,11 @@ COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}
 def test_compiled_model(folder, kind):
     """The passes are operators of the graph, one each; picked logits are read outside of it."""
     given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    theirs, seen = step(kind, folder), EngineCalls()
+    stock, seen = step(kind, folder), EngineCalls()
     with torch.compiler.set_stance("default"), seen:
         mine = step(kind, folder, change=apply_to, **given)
     assert seen.operators == COMPILED[kind]
-    assert_same_gradients(theirs, mine, rtol=1e-4)
+    assert_same_gradients(stock, mine, rtol=1e-4)
     described = mine.trainer.chunked_loss.describe()
     assert "compiled model" in described if seen.operators else "4 products; head" in described
 
@@ -35,11 +35,11 @@ def test_sft_compiled_with_inductor(folder):
     def without_layers(model):
         return tiny_model(num_hidden_layers=0)
 
-    theirs, seen = step("SFT", folder, wrap=without_layers), EngineCalls()
+    stock, seen = step("SFT", folder, wrap=without_layers), EngineCalls()
     with torch.compiler.set_stance("default"), seen:
         mine = step("SFT", folder, wrap=without_layers, change=apply_to, torch_compile=True)
     assert seen.operators == ["solve"]
-    assert_same_gradients(theirs, mine, rtol=1e-4)
+    assert_same_gradients(stock, mine, rtol=1e-4)
 
 
 def liger(model, config) -> None:
@@ -55,12 +55,12 @@ def test_liger_s_layers_without_its_loss(folder, monkeypatch, kind):
     """`use_liger_kernel=True`, without its package: what it does is above."""
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", liger)
     without = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
-    theirs, flag = step(kind, folder, **without), {"use_chunked_loss": True, "use_liger_kernel": True}
-    assert_same_gradients(theirs, step(kind, folder, **our_pair(kind), **flag), rtol=1e-4)
-    assert_same_gradients(theirs, step(kind, folder, change=apply_to, **without), rtol=1e-4)
+    stock, flag = step(kind, folder, **without), {"use_chunked_loss": True, "use_liger_kernel": True}
+    assert_same_gradients(stock, step(kind, folder, **our_pair(kind), **flag), rtol=1e-4)
+    assert_same_gradients(stock, step(kind, folder, change=apply_to, **without), rtol=1e-4)
     if kind == "SFT":
         # TRL leaves Liger's loss out by itself.
-        assert_same_gradients(theirs, step(kind, folder, change=apply_to, use_liger_kernel=True), rtol=1e-4)
+        assert_same_gradients(stock, step(kind, folder, change=apply_to, use_liger_kernel=True), rtol=1e-4)
         return
     with pytest.raises(ValueError, match="liger_kernel_config: expected fused_linear_cross_entropy=False"):
         step(kind, folder, change=apply_to, use_liger_kernel=True)
@@ -169,8 +169,8 @@ def test_evaluation_and_predictions(folder, monkeypatch, kind):
 
     for change in (evaluate, applied):
         step(kind, folder, change=change, per_device_eval_batch_size=4)
-    (theirs, stock_predicts), (mine, our_predicts) = actual
-    assert mine == pytest.approx(theirs, rel=1e-3)
+    (stock, stock_predicts), (mine, our_predicts) = actual
+    assert mine == pytest.approx(stock, rel=1e-3)
     assert our_predicts.metrics.keys() == stock_predicts.metrics.keys()
     assert our_predicts.metrics["test_loss"] == pytest.approx(stock_predicts.metrics["test_loss"], rel=1e-3)
     expected = stock_predicts.predictions

@@ -149,9 +149,9 @@ def operands(*shapes, seed=0):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def same(ours, theirs, path):
-    assert len(ours) == len(theirs), f"{path}: returns {len(theirs)} values in TRL {trl.__version__}"
-    for i, (own, stock) in enumerate(zip(ours, theirs)):
+def same(ours, of_stock, path):
+    assert len(ours) == len(of_stock), f"{path}: returns {len(of_stock)} values in TRL {trl.__version__}"
+    for i, (own, stock) in enumerate(zip(ours, of_stock)):
         torch.testing.assert_close(
             own.float(), stock.float(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{path}: value {i}: {m}"
         )
@@ -207,13 +207,13 @@ def test_gatherable_logits_do_what_trl_does_and_no_more():
     logits = 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
     one, several = torch.randint(0, 30, (2, 3, 1)), torch.randint(0, 30, (2, 3, 4))
     for ids in (one, several):
-        ours, theirs = (
+        ours, stock = (
             torch.log_softmax(x[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids)
             for x in (gatherable, logits)
         )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
         upstream = torch.randn(ids.shape)
-        grads = [torch.autograd.grad(x, weight, upstream, retain_graph=True)[0] for x in (ours, theirs)]
+        grads = [torch.autograd.grad(x, weight, upstream, retain_graph=True)[0] for x in (ours, stock)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
         again = torch.gather(torch.nn.functional.log_softmax(gatherable[:, 1:-1, :] / 0.7, dim=-1), -1, ids)
         assert torch.equal(again, ours)

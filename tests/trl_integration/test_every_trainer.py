@@ -29,10 +29,10 @@ def test_all_twenty_are_here():
 def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     serve(monkeypatch)
     undone = []
-    theirs = step(kind, folder)
+    of_stock = step(kind, folder)
     off = step(kind, folder, **our_pair(kind))
     assert calls.number == 0 and "chunked_loss" not in vars(off.trainer)
-    for name, grad in theirs.gradients[0].items():
+    for name, grad in of_stock.gradients[0].items():
         assert torch.equal(off.gradients[0][name], grad)
 
     def change(trainer):
@@ -41,7 +41,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     caplog.clear()
     with caplog.at_level(logging.INFO, "logitless.trl_integration"):
         applied = step(kind, folder, change=change)
-    assert_same_gradients(theirs, applied, rtol=1e-3)
+    assert_same_gradients(of_stock, applied, rtol=1e-3)
     assert calls.number > 0
     (line,) = [record.message for record in caplog.records if record.name == "logitless.trl_integration"]
     assert line.startswith(f"{kind}Trainer: ") and " projected tokens in " in line
@@ -61,11 +61,11 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
 def test_under_lora(folder, monkeypatch, kind):
     """The pair with the flag on; the head is frozen, and nothing of its size is kept."""
     serve(monkeypatch)
-    theirs = step(kind, folder, wrap=adapted)
+    of_stock = step(kind, folder, wrap=adapted)
     flag = {"use_chunked_loss": True, "logits_budget": 2**14}
     mine = step(kind, folder, wrap=adapted, **our_pair(kind), **flag)
-    assert_same_gradients(theirs, mine, rtol=1e-3)
-    assert set(mine.gradients[0]) == {name for name in theirs.gradients[0] if "lora_" in name}
+    assert_same_gradients(of_stock, mine, rtol=1e-3)
+    assert set(mine.gradients[0]) == {name for name in of_stock.gradients[0] if "lora_" in name}
     products = 1 if kind == "SDPO" else 2
     assert f", {products} product" in mine.trainer.chunked_loss.describe()
 

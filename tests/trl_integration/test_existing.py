@@ -77,11 +77,11 @@ def test_peft_model_with_a_task_type_in_the_plain_trainer(tmp_path, bf16):
         args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
         return train(cls, args, adapted(tiny_model(), task_type="CAUSAL_LM"), labelled_dataset())
 
-    theirs, mine = run(transformers.Trainer), run(flagged)
+    stock, mine = run(transformers.Trainer), run(flagged)
     assert mine.trainer.last_plan is not None
     rtol = 3e-2 if bf16 else 1e-3
-    assert losses_of(mine) == pytest.approx(losses_of(theirs), rel=rtol)
-    for name, grad in theirs.gradients[0].items():
+    assert losses_of(mine) == pytest.approx(losses_of(stock), rel=rtol)
+    for name, grad in stock.gradients[0].items():
         assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()
 
 

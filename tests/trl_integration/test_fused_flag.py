@@ -62,11 +62,11 @@ def runs(monkeypatch) -> set:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):
     """The gradient of each parameter is the stock trainer's."""
-    theirs = step(kind, folder)
-    assert not runs and not any(map(fused, models_of(theirs.trainer).values()))
+    stock = step(kind, folder)
+    assert not runs and not any(map(fused, models_of(stock.trainer).values()))
 
     layers = flagged(kind, folder)
-    assert_same_gradients(theirs, layers, rtol=1e-4)
+    assert_same_gradients(stock, layers, rtol=1e-4)
     assert calls.number == 0 and "chunked_loss" not in vars(layers.trainer)
     models = models_of(layers.trainer)
     assert set(models) == {"model", KINDS[kind]} - {None} == set(layers.trainer.fused_layers.reports)
@@ -76,16 +76,16 @@ def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):
     assert lines() == [f"{kind}Trainer: {said}"]
 
     both = flagged(kind, folder, **BOTH)
-    assert_same_gradients(theirs, both, rtol=1e-3)
+    assert_same_gradients(stock, both, rtol=1e-3)
     assert calls.number > 0 and fused(both.trainer.model) == MODULES
     line = lines()[1]
     assert " products; " in line and line.endswith(f"; {said}") and len(lines()) == 2
 
 
 def test_sft_fused_layers_off(folder, runs):
-    theirs, off = step("SFT", folder), step("SFT", folder, **our_pair("SFT"), **BOTH)
+    stock, off = step("SFT", folder), step("SFT", folder, **our_pair("SFT"), **BOTH)
     assert not runs and not fused(off.trainer.model) and "fused_layers" not in vars(off.trainer)
-    assert_same_gradients(theirs, off, rtol=1e-4)
+    assert_same_gradients(stock, off, rtol=1e-4)
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
@@ -96,8 +96,8 @@ def test_sft_fused_layers_under_lora(folder, runs, loss):
         return adapted(model, modules_to_save=["norm"])
 
     given = {"wrap": wrap, "gradient_checkpointing": True}
-    theirs, mine = step("SFT", folder, **given), flagged("SFT", folder, **given, **(BOTH if loss else {}))
-    assert_same_gradients(theirs, mine, rtol=1e-3)
+    stock, mine = step("SFT", folder, **given), flagged("SFT", folder, **given, **(BOTH if loss else {}))
+    assert_same_gradients(stock, mine, rtol=1e-3)
     trained = mine.trainer.model.get_base_model().model.norm.modules_to_save["default"]
     assert trained in runs and any("modules_to_save" in name for name in mine.gradients[0])
 
@@ -112,11 +112,11 @@ def test_fused_lora_layers(folder, kind):
     def pair(names: dict) -> dict:
         return names | {"trainer": functools.partial(names["trainer"], peft_config=config)}
 
-    theirs, mine = (
+    stock, mine = (
         step(kind, folder, **pair(stock_pair(kind))),
         step(kind, folder, use_fused_layers=True, **pair(our_pair(kind))),
     )
-    assert_same_gradients(theirs, mine, rtol=1e-4)
+    assert_same_gradients(stock, mine, rtol=1e-4)
     assert all("lora_" in name for name in mine.gradients[0])
     (report,) = mine.trainer.fused_layers.reports.values()
     parts = [part for parts in report.fused.values() for part in parts if part == "LoRA" or "input" in part]
@@ -132,8 +132,8 @@ def test_a_reference_that_is_a_second_adapter(folder):
     def wrap(model):
         return adapted(model, target_modules="all-linear")
 
-    theirs, mine = step("DPO", folder, wrap=wrap), flagged("DPO", folder, wrap=wrap)
-    assert_same_gradients(theirs, mine, rtol=1e-4)
+    stock, mine = step("DPO", folder, wrap=wrap), flagged("DPO", folder, wrap=wrap)
+    assert_same_gradients(stock, mine, rtol=1e-4)
     (report,) = mine.trainer.fused_layers.reports.values()
     assert set(mine.trainer.model.peft_config) == {"default", "ref"} and not report.stock_calls
 
@@ -274,8 +274,8 @@ def test_models_that_accelerate_has_prepared(folder, runs, loss):
     undo = apply_to(trainer, use_chunked_loss=loss, use_fused_layers=True)
     value, gradients = numbers()
     torch.testing.assert_close(value, stock_value, rtol=1e-2, atol=0)
-    for theirs, mine in zip(stock_gradients, gradients, strict=True):
-        assert (mine - theirs).norm() <= 0.03 * theirs.norm() + 1e-6
+    for stock, mine in zip(stock_gradients, gradients, strict=True):
+        assert (mine - stock).norm() <= 0.03 * stock.norm() + 1e-6
     assert all(runs & set(model.modules()) for model in models)
     undo()
     assert [vars(model)["forward"] for model in models] == forwards

@@ -60,5 +60,5 @@ def test_gmpo(spread, beta):
         leaves = x.hidden.clone().requires_grad_(), x.weight.clone().requires_grad_()
         value = call(*leaves)
         actual.append([value.detach(), *torch.autograd.grad(value, leaves)])
-    for ours, theirs in zip(*actual, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for ours, of_stock in zip(*actual, strict=True):
+        torch.testing.assert_close(ours, of_stock)

@@ -85,11 +85,11 @@ def with_images(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def test_patched_model_sees_the_image():
     model, inputs = tiny_llava(), with_images([{"seed": 0}] * 2)
-    theirs, expected = gradients(model, **inputs)
+    stock, expected = gradients(model, **inputs)
     undo = patch_model(model, logits_budget=2**12)
     mine, actual = gradients(model, **inputs)
     assert mine.logits is None
-    torch.testing.assert_close(mine.loss, theirs.loss)
+    torch.testing.assert_close(mine.loss, stock.loss)
     torch.testing.assert_close(actual, expected)
     assert model.model.vision_tower.embeddings.patch_embedding.weight.grad.norm() > 0
     other = model(**inputs | {"pixel_values": -inputs["pixel_values"]}).loss

@@ -65,8 +65,8 @@ DFT, SMOOTHED = {"loss_type": "dft"}, {"label_smoothing_factor": 0.3}
 @pytest.mark.parametrize("cls, settings", [(Split, DFT), (Split, SMOOTHED), (ByName, DFT)])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_sft_that_computes_its_loss_in_parts(folder, calls, cls, settings):
-    theirs, mine = (step("SFT", folder, trainer=cls, change=x, **settings) for x in (unchanged, apply_to))
-    assert_same_run(theirs, mine, rtol=1e-4)
+    of_stock, mine = (step("SFT", folder, trainer=cls, change=x, **settings) for x in (unchanged, apply_to))
+    assert_same_run(of_stock, mine, rtol=1e-4)
     assert mine.strategies == ["fused"]  # one pass, as without nesting
 
 
@@ -111,11 +111,11 @@ def test_two_threads(folder, monkeypatch, kind):
         settings = ({}, OTHER[kind])
         return [prepare_step(kind, folder, change=change, **SEQUENTIAL, **x) for x in settings]
 
-    theirs = [train() for _, train in prepared(flag=False)]
+    of_stock = [train() for _, train in prepared(flag=False)]
     mine = train_together(*prepared(flag=True))
-    for one, other in zip(theirs, mine, strict=True):
+    for one, other in zip(of_stock, mine, strict=True):
         assert_same_run(one, other, rtol=tolerance(kind))
-    assert theirs[0].logs[0]["grad_norm"] != pytest.approx(theirs[1].logs[0]["grad_norm"], rel=1e-3)
+    assert of_stock[0].logs[0]["grad_norm"] != pytest.approx(of_stock[1].logs[0]["grad_norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("DPO", marks=pytest.mark.slow), "GKD"])
@@ -133,8 +133,8 @@ def test_a_reference_or_teacher_of_two_threads(folder, kind):
 
         both = [prepare_step(kind, folder, change=change, **SEQUENTIAL, **x) for x in ({}, {"beta": 0.7})]
         runs.append([train() for _, train in both] if not flag else train_together(*both))
-    for theirs, mine in zip(*runs, strict=True):
-        assert_same_run(theirs, mine, rtol=1e-3)
+    for of_stock, mine in zip(*runs, strict=True):
+        assert_same_run(of_stock, mine, rtol=1e-3)
 
 
 def losses(trainer, model=None) -> tuple:
@@ -146,8 +146,8 @@ def losses(trainer, model=None) -> tuple:
 
 
 def assert_same_losses(trainer, expected) -> None:
-    for mine, theirs in zip(losses(trainer), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    for mine, of_stock in zip(losses(trainer), expected, strict=True):
+        torch.testing.assert_close(mine, of_stock, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [DFT, SMOOTHED], ids=["dft", "smoothed"])
@@ -391,9 +391,9 @@ def test_a_trainer_inside_of_one_of_another_kind(folder, kinds):
         options = {"trainer": Both, "wrap": lambda _: model, "train_sampling_strategy": "sequential"}
         return step(outer, folder, change=change, **options)
 
-    theirs = run()
+    of_stock = run()
     for flags in (("outer", "inner"), ("outer",), ("inner",)):
-        assert_same_run(theirs, run(*flags), rtol=1e-3)
+        assert_same_run(of_stock, run(*flags), rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["SDFT", "Distillation"])

@@ -42,12 +42,12 @@ def assert_stock(model, expected) -> None:
     assert not any(STATES in vars(x) for x in model.modules())
     assert vars(model).keys() == vars(expected).keys()
     pairs = [(vars(model).get(name), vars(expected).get(name)) for name in ("forward", "_original_forward")]
-    for mine, theirs in pairs:
+    for mine, stock in pairs:
         while mine is not None:
-            mine, theirs = getattr(mine, "__func__", mine), getattr(theirs, "__func__", theirs)
+            mine, stock = getattr(mine, "__func__", mine), getattr(stock, "__func__", stock)
             if hasattr(mine, "__code__"):
-                assert mine.__code__ is theirs.__code__ and mine.__module__ == theirs.__module__
-            mine, theirs = getattr(mine, "__wrapped__", None), getattr(theirs, "__wrapped__", None)
+                assert mine.__code__ is stock.__code__ and mine.__module__ == stock.__module__
+            mine, stock = getattr(mine, "__wrapped__", None), getattr(stock, "__wrapped__", None)
 
 
 LONG = ("SFT", "DPO", "KTO", "ORPO", "GRPO")
@@ -61,10 +61,10 @@ def test_one_trainer_after_the_other(folder, kinds, wrap, bf16):
     model, expected = loaded(folder, wrap), loaded(folder, wrap)
     trainers = []
     for kind in kinds:
-        theirs = run(kind, expected, folder, flag=False, bf16=bf16)
+        stock = run(kind, expected, folder, flag=False, bf16=bf16)
         mine = run(kind, model, folder, flag=True, bf16=bf16)
         assert mine.trainer.last_plan is not None
-        assert_same_run(theirs, mine, rtol=3e-2 if bf16 else 1e-3)
+        assert_same_run(stock, mine, rtol=3e-2 if bf16 else 1e-3)
         trainers.append(mine.trainer)
         for adapter in (model, expected):
             if wrap is adapted and "ref" in adapter.peft_config:
@@ -139,9 +139,9 @@ def test_what_is_left_after_undo_is_the_stock_trainer(folder, kind, bf16):
                 remove_from(trainer)
         torch.manual_seed(0)
         actual.append((trainer, model, loss_and_gradients(trainer, batch_of(trainer))))
-    (theirs, expected, numbers), (mine, model, actual) = actual
+    (stock, expected, numbers), (mine, model, actual) = actual
     assert_stock(model, expected)
-    assert vars(mine).keys() == vars(theirs).keys()
+    assert vars(mine).keys() == vars(stock).keys()
     assert numbers.keys() == actual.keys() and all(
         torch.equal(actual[name], x) for name, x in numbers.items()
     )
@@ -174,8 +174,8 @@ def test_a_copy_made_in_a_step_is_a_stock_model(tmp_path):
     trainer.train()
     assert_stock(trainer.copied, model)
     ids = torch.arange(3, 13)[None]
-    theirs, mine = (x(ids, labels=ids, fused_lm_head=True) for x in (model, trainer.copied))
-    assert torch.equal(mine.log_probs, theirs.log_probs)
+    stock, mine = (x(ids, labels=ids, fused_lm_head=True) for x in (model, trainer.copied))
+    assert torch.equal(mine.log_probs, stock.log_probs)
     assert type(pickle.loads(trainer.saved)) is torch.nn.Linear
 
 

@@ -160,10 +160,10 @@ def assert_same_runs(off: dict | str, on: dict | str) -> None:
     assert not isinstance(on, str), on
     assert off["strategy"] is None and on["strategy"] is not None
     assert len(on["logs"]) == 2 and on["logs"][0]["grad_norm"] > 0
-    for mine, theirs in zip(on["logs"], off["logs"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    for mine, theirs in zip(on["gradients"], off["gradients"], strict=True):
-        check_gradients(mine, theirs)
+    for mine, stock in zip(on["logs"], off["logs"], strict=True):
+        assert mine == pytest.approx(stock, rel=1e-3, abs=1e-5)
+    for mine, stock in zip(on["gradients"], off["gradients"], strict=True):
+        check_gradients(mine, stock)
 
 
 @trains

@@ -61,8 +61,8 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
         assert (actual[name].shape, actual[name].dtype) == (x.shape, x.dtype), name
         torch.testing.assert_close(actual[name], x, rtol=rtol, atol=rtol)
     assert of_found.keys() == of_expected.keys() == {"log_probs", "entropy", "loss"}
-    for name, theirs in of_expected.items():
-        for grad, mine in zip(theirs, of_found[name], strict=True):
+    for name, of_stock in of_expected.items():
+        for grad, mine in zip(of_stock, of_found[name], strict=True):
             assert (mine - grad).norm() <= rtol * grad.norm() + 1e-5, name
 
 
@@ -418,8 +418,8 @@ def test_a_method_that_functools_wraps_calls_a_copy_of(folder):
 
 
 def test_a_function_of_trls_that_the_user_has_replaced(folder, monkeypatch):
-    theirs = distillation_trainer._chunked_divergence_loss
-    own = functools.wraps(theirs)(lambda *args, **kwargs: theirs(*args, **kwargs))
+    of_stock = distillation_trainer._chunked_divergence_loss
+    own = functools.wraps(of_stock)(lambda *args, **kwargs: of_stock(*args, **kwargs))
     monkeypatch.setattr(distillation_trainer, "_chunked_divergence_loss", own)
     with pytest.raises(ValueError, match=":_chunked_divergence_loss: expected TRL's own in Distillation"):
         pairs("Distillation", folder, trl.DistillationTrainer)
@@ -441,8 +441,8 @@ def test_a_forward_pass_of_the_models_under_trls_fused_head(forward):
     with attach_fused_head(make_per_token_fields)(chunked_loss())(model):
         mine, actual = gradients(model, **inputs)
     add_fused_lm_head(model)
-    theirs, expected = gradients(model, **inputs)
-    torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-4)
+    of_stock, expected = gradients(model, **inputs)
+    torch.testing.assert_close(mine.log_probs, of_stock.log_probs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -179,10 +179,10 @@ def prepare(
 def assert_same_gradients(stock: Run, ours: Run, *, rtol: float) -> None:
     """Of each parameter: the first step's to rounding, later ones' after steps that were made of it."""
     assert len(stock.gradients) == len(ours.gradients) > 0
-    for step, (theirs, mine) in enumerate(zip(stock.gradients, ours.gradients, strict=True)):
-        assert theirs.keys() == mine.keys() and theirs
-        largest = max(grad.norm() for grad in theirs.values())
-        for name, grad in theirs.items():
+    for step, (of_stock, mine) in enumerate(zip(stock.gradients, ours.gradients, strict=True)):
+        assert of_stock.keys() == mine.keys() and of_stock
+        largest = max(grad.norm() for grad in of_stock.values())
+        for name, grad in of_stock.items():
             error = (mine[name] - grad).norm()
             allowed = (1 if step == 0 else 30) * rtol * grad.norm() + 1e-5 * largest
             assert error <= allowed, f"{name}, step {step}: off by {error:.1e} of {grad.norm():.1e}"

@@ -158,7 +158,7 @@ class Reader:
 
         Args:
             chunk: the rows.
-            projection: the projection of the pass, which has the product; `call.loss.transform` is the
+            projection: the projection of the pass, which has the product; `call.loss.logit_transform` is the
                 transform of the logits.
         """
         raise NotImplementedError

@@ -85,7 +85,7 @@ class GatheredReader(IdsReader):
         call = self.call
         columns = projection.columns
         bias = None if call.bias is None else call.bias[columns.clamp(min=0).long()]
-        z, _ = call.loss.transform.logits(chunk.logits, bias)
+        z, _ = call.loss.logit_transform.logits(chunk.logits, bias)
         if call.vocabulary.sharded:
             z = call.vocabulary.reduce(torch.where(columns >= 0, z, 0.0))
         z = z.masked_fill_(projection.teacher == -torch.inf, -torch.inf)
@@ -120,7 +120,7 @@ class GatheredReader(IdsReader):
 
     def write(self, chunk: Chunk, projection: Projection) -> None:
         rows = chunk.rows
-        slope = self.call.loss.transform.derivative_at(self.stats["logps"][rows])
+        slope = self.call.loss.logit_transform.derivative_at(self.stats["logps"][rows])
         # Values in empty slots are arbitrary, and are not read.
         gradient = self.grads["logps"][rows]
         chunk.gradient = gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope

@@ -53,7 +53,7 @@ class SlotReader(NamedTuple):
         return {"transform": self.transform, "bias": self.bias, "ignore_index": self.ignore_index}
 
     @property
-    def kept(self) -> dict:
+    def gradient_options(self) -> dict:
         """Keyword arguments for `slots.sparse_grad`: ignored rows, and the transform of the head."""
         return {"transform": self.transform, "targets": self.targets, "ignore_index": self.ignore_index}
 
@@ -207,7 +207,7 @@ class IdsReader(Reader):
             self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)
         targets = self._targets[chunk.row_index]
         return SlotReader(
-            call.loss.transform, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype
+            call.loss.logit_transform, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype
         )
 
     def _keep(self, chunk: Chunk, statistics: Mapping[str, Tensor]) -> None:
@@ -233,7 +233,7 @@ class IdsReader(Reader):
             factor = torch.ones_like(stats["lse"])
         else:
             upstream = self._upstream(rows)
-            ids, entries, factor = slots.sparse_grad(stats, upstream, **slot_reader.kept)
+            ids, entries, factor = slots.sparse_grad(stats, upstream, **slot_reader.gradient_options)
         self._spread(chunk, slot_reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
         slots.scatter(chunk.grad_buffer, slot_reader.vocabulary.to_local_ids(ids), entries)
         chunk.gradient = chunk.grad_buffer
@@ -276,7 +276,7 @@ class IdsReader(Reader):
         call = self.call
         loss = call.loss
         options = {
-            "transform": loss.transform,
+            "transform": loss.logit_transform,
             "targets": call.targets[at],
             "ignore_index": loss.ignore_index,
         }

@@ -122,7 +122,7 @@ class ReplayReader(TokenReader):
         logits = self.replay.logits
         if GATHERED not in logits:
             products = sets.slot_products(chunk.features, projection.weight, slots, call.stat_dtype)
-            logits[GATHERED] = self._logits(products, slots, call.loss.transform, call.bias)
+            logits[GATHERED] = self._logits(products, slots, call.loss.logit_transform, call.bias)
         if not chunk.reads:
             return
         sets.set_statistics(logits[GATHERED], slots, self._stats(chunk))
@@ -169,13 +169,13 @@ class ReplayReader(TokenReader):
             self._keep_reference(chunk, z, slots)
         projection.project(chunk)
         rest = self._without_sets(chunk, slots)
-        z = self._picked_logits(chunk, slots, call.loss.transform, call.bias)
+        z = self._picked_logits(chunk, slots, call.loss.logit_transform, call.bias)
         self.replay.logits[PICKED] = z
         if not chunk.reads:
             return
         if rest is not None:
             options = {
-                "transform": call.loss.transform,
+                "transform": call.loss.logit_transform,
                 "bias": call.bias,
                 "ignore_index": chunk.ignore_index,
             }
@@ -241,7 +241,7 @@ class ReplayReader(TokenReader):
         if kind is Kind.GATHERED:
             z = self.replay.logits[GATHERED]
             slots = projection.local[GATHERED]
-            chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.transform)
+            chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.logit_transform)
             return
         slots = self._picked_slots(chunk, projection)
         chunk.gradient = chunk.grad_buffer
@@ -250,11 +250,11 @@ class ReplayReader(TokenReader):
             chunk.grad_buffer.zero_()
         else:
             options = {
-                "transform": loss.transform,
+                "transform": loss.logit_transform,
                 "bias": self.call.bias,
                 "ignore_index": chunk.ignore_index,
             }
             kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.grad_buffer, **options)
         sets.scatter_gradient(
-            chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.transform
+            chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.logit_transform
         )

@@ -44,7 +44,7 @@ class Verifier(NamedTuple):
 class SpeculatorReader(LogitsReader):
     """The reader of `SpeculatorLoss`."""
 
-    kept: Tensor | None = None  # (rows, 4): 1, loss, acceptance rate and agreement of each pair
+    pair_stats: Tensor | None = None  # (rows, 4): 1, loss, acceptance rate and agreement of each pair
     _selected_buffer: Tensor | None = None
 
     @staticmethod
@@ -115,9 +115,9 @@ class SpeculatorReader(LogitsReader):
         if loss.drop_outside and covered is not None:
             pair_loss = torch.where(covered, pair_loss, 0.0)
         agreement = stats.agreement if covered is None else stats.agreement * covered
-        if self.kept is None:
-            self.kept = pair_loss.new_ones(self.rows.count, 4)
-        self.kept[rows, 1:] = torch.stack((pair_loss, stats.acceptance, agreement), 1)
+        if self.pair_stats is None:
+            self.pair_stats = pair_loss.new_ones(self.rows.count, 4)
+        self.pair_stats[rows, 1:] = torch.stack((pair_loss, stats.acceptance, agreement), 1)
         values = pair_loss * weights
         if self.values is not None:
             self.values[rows] = values
@@ -140,7 +140,7 @@ class SpeculatorReader(LogitsReader):
             "divergence": loss.divergence,
             "beta": loss.beta,
             "hard_weight": loss.hard_loss_weight,
-            "transform": loss.transform,
+            "transform": loss.logit_transform,
             "teacher_transform": loss.teacher_transform,
             "bias": call.bias,
             "teacher_bias": self._teacher[2],
@@ -226,8 +226,8 @@ class SpeculatorReader(LogitsReader):
     def _metrics(self) -> Tensor:
         """(metrics,) in the order of `metric_names`."""
         N = self.call.targets.shape[0]
-        kept = self.call.targets.new_zeros(0, 4) if self.kept is None else self.kept
-        counted, *statistics = self.rows.scattered(kept.to(self.call.stat_dtype), N).unbind(1)
+        pair_stats = self.call.targets.new_zeros(0, 4) if self.pair_stats is None else self.pair_stats
+        counted, *statistics = self.rows.scattered(pair_stats.to(self.call.stat_dtype), N).unbind(1)
         return chain_metrics(self.call.loss, counted, *statistics)
 
 

@@ -204,7 +204,7 @@ class SupportReader(IdsReader):
         columns, labelled = self._labels(chunk)
         warm = self._warm(slot_reader)
         g = torch.where(labelled, hard_grads[rows], 0.0)
-        ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **slot_reader.kept)
+        ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **slot_reader.gradient_options)
         if warm == slot_reader.transform:
             both = TokenBuffers(logps=g, lse=factor)
             self._spread(chunk, slot_reader._replace(targets=columns), stats, both)

@@ -142,10 +142,21 @@ class TokenReader(Reader):
             projection.project(chunk)
         stats = self.stats[chunk.rows]
         if self.predictions is not None:
-            how = loss.transform, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
+            how = (
+                loss.logit_transform,
+                self.call.bias,
+                vocabulary,
+                self.call.V,
+                chunk.targets,
+                chunk.ignore_index,
+            )
             ids = best(chunk.logits, 1, SlotReader(*how, self.call.stat_dtype))
             self.predictions[chunk.rows] = ids[:, 0]
-        options = {"transform": loss.transform, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
+        options = {
+            "transform": loss.logit_transform,
+            "bias": self.call.bias,
+            "ignore_index": chunk.ignore_index,
+        }
         if self.fused_epilogue:
             options["sums"] = self._head_sums(projection)
         if chunk.writes and self.is_multiple:
@@ -158,7 +169,7 @@ class TokenReader(Reader):
                     chunk.logits, chunk.targets, stats, class_weights=weights, **options
                 )
             chunk.factor = vocabulary.merge_gradient(
-                chunk.grad_buffer, chunk.targets, stats, factor, loss.transform
+                chunk.grad_buffer, chunk.targets, stats, factor, loss.logit_transform
             )
             if self.keeps_dlogp_dhidden and target_apart(loss):
                 _clear_target(chunk)
@@ -173,7 +184,9 @@ class TokenReader(Reader):
     def _head_sums(self, projection: Projection) -> Tensor | None:
         """`fused_projection.head_sums`, computed for the first chunk if the loss observes `sum_logits`."""
         if self.head_sums is None and self.stats.sum_logits is not None:
-            self.head_sums = fused.head_sums(projection.weight, self.call.bias, self.call.loss.transform)
+            self.head_sums = fused.head_sums(
+                projection.weight, self.call.bias, self.call.loss.logit_transform
+            )
         return self.head_sums
 
     def _read_reference(self, chunk: Chunk) -> None:
@@ -221,7 +234,11 @@ class TokenReader(Reader):
         grads = self.grads[chunk.rows]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
-        options = {"transform": loss.transform, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
+        options = {
+            "transform": loss.logit_transform,
+            "bias": self.call.bias,
+            "ignore_index": chunk.ignore_index,
+        }
         options |= {"gradient": chunk.grad_buffer, "class_weights": self._sum_weights()}
         if self.fused_epilogue:
             fused.write(chunk.features, projection.weight, chunk.targets, stats, grads, **options)
@@ -264,7 +281,7 @@ class TokenReader(Reader):
         targets = call.targets[at]
         supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
         g_target = torch.where(
-            supervised, g_target * call.loss.transform.derivative_at(stats.logps + stats.lse), 0.0
+            supervised, g_target * call.loss.logit_transform.derivative_at(stats.logps + stats.lse), 0.0
         )
         head_rows = call.vocabulary.rows_of(projection.weight, torch.where(supervised, targets, 0))
         # Type promotion computes this in the dtype of the statistics, which is wider, without copies in this

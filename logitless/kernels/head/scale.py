@@ -50,9 +50,9 @@ def scale_all(
         torch.mul(x, guarded(factor, kept).reshape(-1, 1), out=out)
 
 
-def guarded(factor: Tensor, kept: Tensor | None) -> Tensor:
-    """The factor, 0 where `kept` (an entry of `supervised`) is 0: () or (n,)."""
-    return factor if kept is None else torch.where(kept != 0, factor, 0.0)
+def guarded(factor: Tensor, supervised: Tensor | None) -> Tensor:
+    """The factor, 0 where `supervised` is 0: () or (n,)."""
+    return factor if supervised is None else torch.where(supervised != 0, factor, 0.0)
 
 
 def _kernels_take(pairs: Sequence[Pair], *, contiguous: bool) -> bool:

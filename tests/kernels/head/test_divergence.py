@@ -200,11 +200,11 @@ def test_twin_of_any_gap(gap):
     random = Random()
     student = random.normal(5, 40).double().log_softmax(-1)
     teacher = (student + gap * random.normal(5, 40)).log_softmax(-1)
-    for ours, theirs in (
+    for ours, expected in (
         (kernels.kl(student, teacher), kl(student, teacher)),
         (kernels.jsd(student, teacher, 0.3), generalized_jsd(student, teacher, 0.3)),
     ):
-        assert relative_error(ours, theirs) < 1e-6
+        assert relative_error(ours, expected) < 1e-6
     assert not kernels.jsd(student, student, 0.3).any()
     apart = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]], device=DEVICE)
     assert kernels.jsd(apart[:1], apart[1:], 0.5).item() == pytest.approx(math.log(2))
