@@ -423,9 +423,10 @@ def _leave_capture_mode(device: torch.device, pool: object) -> None:
     generator of the device in the mode of a capture, in which random operations outside of a capture raise
     errors.
     """
-    # An error where the capture ended as usual.
-    with contextlib.suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+    if pool is not None:
+        # An error where the capture ended as usual.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream(device)):
         graph.capture_begin(capture_error_mode="thread_local")
