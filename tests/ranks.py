@@ -123,7 +123,7 @@ def on_devices(world: int, function: Callable[..., Any], *args: Any) -> list[Any
     )
 
 
-def here(x: Any) -> Any:
+def to_rank_device(x: Any) -> Any:
     """Tensors, also in dicts and sequences, on this rank's device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.get_default_device()), x)
 

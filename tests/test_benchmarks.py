@@ -166,10 +166,10 @@ def test_layer_tiles(monkeypatch):
 
 def test_every_row_of_compare_runs(tmp_path, uncompiled):
     settings = {"seed": 0, "quick": True, "repeats": 1, "host_calls": 2, "words": []}
-    here = own_rows.Session(device=CPU, out=tmp_path / "rows.json", found={"rows": []}, **settings)
+    session = own_rows.Session(device=CPU, out=tmp_path / "rows.json", found={"rows": []}, **settings)
     for row in own_rows.ROWS:
-        here.measure(row, lambda row: own_rows.timed(here, row, here.arguments(row.inputs)))
-    actual = {row["name"]: row for row in json.loads(here.out.read_text())["rows"]}
+        session.measure(row, lambda row: own_rows.timed(session, row, session.arguments(row.inputs)))
+    actual = {row["name"]: row for row in json.loads(session.out.read_text())["rows"]}
     assert list(actual) == [row.name for row in own_rows.ROWS]
     for row in actual.values():
         assert "failed" not in row and math.isfinite(row["loss"])

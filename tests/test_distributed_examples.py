@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless import CrossEntropyLoss, GRPOLoss
 from tests.commands import EXAMPLES, example
-from tests.ranks import here, on_devices
+from tests.ranks import on_devices, to_rank_device
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
@@ -79,7 +79,7 @@ def page_tensors() -> dict[str, Tensor]:
             "advantages": torch.randn(4),
             "old_logps": torch.randn(4, 6) - 2,
         }
-    return here(made)
+    return to_rank_device(made)
 
 
 def everything() -> dict[str, list[float]]:

@@ -340,11 +340,11 @@ def same(peer, own) -> None:
             loss, *others = out if isinstance(out, tuple) else (out,)
             (1.7 * loss).backward()
             results.append([loss.detach(), *others, *(leaf.grad for leaf in (x.weight, x.hidden, x.bias))])
-    for expected, here in zip(*results, strict=True):
-        assert (expected is None) == (here is None)  # of the bias, where it is not used
-        if here is None:
+    for expected, actual in zip(*results, strict=True):
+        assert (expected is None) == (actual is None)  # of the bias, where it is not used
+        if actual is None:
             continue
-        torch.testing.assert_close(here, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
     assert results[1][-2].abs().max() > 1e-4  # a gradient that could be wrong
 
 

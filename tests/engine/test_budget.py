@@ -138,11 +138,11 @@ def test_a_warning_points_at_the_callers_line(loss, shape, in_module, caught):
     """torch's own frames lie between the caller of a module and its `forward`, whose line it is there."""
     given = operands(*shape)
     if in_module:
-        out, here = Model(loss)(*given)
+        out, expected_line = Model(loss)(*given)
     else:
-        out, here = loss(*given), line()
+        out, expected_line = loss(*given), line()
     actual = warned(caught)
-    assert (actual.filename, actual.lineno) == (__file__, here)
+    assert (actual.filename, actual.lineno) == (__file__, expected_line)
     out.loss.sum().backward()
     warned(caught)  # no second one in the backward pass
 

@@ -34,7 +34,7 @@ from logitless import (
     global_num_items,
 )
 from logitless.losses.base import LinearLoss
-from tests.ranks import device_type, here, on_devices, random
+from tests.ranks import device_type, on_devices, random, to_rank_device
 from tests.support import uncompiled
 
 pytestmark = pytest.mark.ranks
@@ -253,7 +253,7 @@ def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, 
     actual = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
     actual |= {f"token {name}": x for name, x in out.tokens.items()}
     if TRAINED[trained]:
-        weights = here(random(*out.loss.shape, seed=20)) if out.loss.dim() else 1.7
+        weights = to_rank_device(random(*out.loss.shape, seed=20)) if out.loss.dim() else 1.7
         weights = out.loss.detach().cos() if out.loss.shape == shape else weights  # whatever the slice
         gradients = torch.autograd.grad(
             (weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]]
@@ -272,7 +272,7 @@ def attempts():
 
 def call_of(name: str, which: str, slices: Slices | None = None, rank: int = 0) -> tuple[object, dict]:
     loss, inputs = CASES.get(name) or SEPARABLE[name]
-    return loss, here(sliced(HEAD | {"targets": TARGETS[which]} | inputs, slices, rank))
+    return loss, to_rank_device(sliced(HEAD | {"targets": TARGETS[which]} | inputs, slices, rank))
 
 
 @uncompiled()
@@ -324,7 +324,7 @@ def everything() -> dict:
 
 def unreduced(loss, slices: Slices | None, rank: int, group=None) -> tuple[Tensor, dict[str, Tensor]]:
     """Values and metrics, with targets on the last ranks alone."""
-    tensors = here(sliced(HEAD | {"targets": TARGETS["none of the first"]}, slices, rank))
+    tensors = to_rank_device(sliced(HEAD | {"targets": TARGETS["none of the first"]}, slices, rank))
     out = loss(reduction="none", cp_group=group)(*(tensors[name] for name in ("hidden", "weight", "targets")))
     return out.loss.detach().sum(), out.metrics
 
@@ -389,7 +389,7 @@ def errors(rank: int) -> dict[str, str]:
     for what, (name, wrong, _) in BAD.items():
         if is_possible(what, len(slices)):
             loss, inputs = call_of(name, "some", slices, rank)
-            inputs |= here(wrong(rank, len(slices[rank])))
+            inputs |= to_rank_device(wrong(rank, len(slices[rank])))
             try:
                 run(replace(loss, cp_group=dist.group.WORLD, compact="all rows" not in what), inputs, "all")
             except (ValueError, RuntimeError) as error:

@@ -24,7 +24,7 @@ from logitless import (
     global_num_items,
     linear_logprobs,
 )
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, on_devices, to_rank_device
 from tests.support import uncompiled
 
 pytestmark = pytest.mark.ranks
@@ -191,7 +191,7 @@ def run(rank: int, ranks: int, wrapper: str, name: str, fault: str) -> dict[str,
     wrap, tied, inside = WRAPPERS[wrapper]
     with torch.device("cpu"):  # where random numbers are those of the one process
         model, other, batch = Scorer(0, tied), Scorer(1).requires_grad_(False), batch_of(rank, ranks, fault)
-    model, other, batch = wrap(model.to(device_type())), other.to(device_type()), here(batch)
+    model, other, batch = wrap(model.to(device_type())), other.to(device_type()), to_rank_device(batch)
     other = other if wrapper == "ddp" else fsdp(other, "head")
     loss = LOSSES[name] if fault == "none" else replace(LOSSES[name], logits_budget=SMALL)
     inputs = call_of(name, batch, other) | {"num_items": global_num_items(items_of(name, batch["targets"]))}

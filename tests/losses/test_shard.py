@@ -33,7 +33,7 @@ from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss
 from logitless.losses.distillation import NAMES
 from logitless.losses.logprobs import TokenStatistics
-from tests.ranks import device_type, here, on_devices, random
+from tests.ranks import device_type, on_devices, random, to_rank_device
 from tests.support import AllocationWatcher, host_reads
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
@@ -72,7 +72,7 @@ class Answer:
 def targets() -> Tensor:
     ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3), device="cpu")
     ids[0, :2] = ids[2, 3] = -100
-    return here(ids)
+    return to_rank_device(ids)
 
 
 def ce(**options):
@@ -152,14 +152,18 @@ TRAINED = {
 
 
 def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ...]) -> dict[str, Tensor]:
-    operands, options = here((operands, options))
+    operands, options = to_rank_device((operands, options))
     leaves = {name: x.clone().requires_grad_(name in trained) for name, x in operands.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
         ids = torch.where(targets() == -100, loss.ignore_index, targets())
         out = loss(leaves["hidden"], leaves["weight"], ids, bias=leaves["bias"], **options)
     assert loss.logits_budget not in (*SMALL.values(), SMALL_BESIDE_TWINS) or out.plan.chunks > 2, out.plan
-    value = out.loss if out.loss.dim() == 0 else (out.loss * here(random(*out.loss.shape, seed=20))).sum()
+    value = (
+        out.loss
+        if out.loss.dim() == 0
+        else (out.loss * to_rank_device(random(*out.loss.shape, seed=20))).sum()
+    )
     actual = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
     actual |= {f"token {name}": x.double() for name, x in out.tokens.items()}
     if trained:
@@ -187,7 +191,7 @@ def everything() -> dict:
     """What a rank finds."""
     group, rank = dist.group.WORLD, dist.get_rank()
     sizes, actual = SIZES[group.size()], {}
-    head = here({"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS})
+    head = to_rank_device({"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS})
     for name, loss, options, trained in cases(group.size()):
         options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
         operands = {key: x if key == "hidden" else cut(x, sizes, rank) for key, x in head.items()}
@@ -233,7 +237,9 @@ def apart(rank: int, group, sizes, head) -> dict:
     actual["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
     for name in MAIN:
         (loss, options), weight = CASES[name], cut(head["weight"], sizes, rank).requires_grad_()
-        options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in here(options).items()}
+        options = {
+            key: cut(x, sizes, rank) if key in SHARDED else x for key, x in to_rank_device(options).items()
+        }
         main = torch.zeros_like(weight).detach()
         replace(loss, tp_group=group)(
             head["hidden"], weight, targets(), accumulate_into=main, grad_scale=1.7, **options
@@ -275,11 +281,11 @@ BAD = {
         "tp_group: expected a dimension of weight's device mesh",
     ),
     "teacher": (
-        lambda x: JSDLoss(tp_group=x.group)(x.hidden, x.shard, **here(TEACHER)),
+        lambda x: JSDLoss(tp_group=x.group)(x.hidden, x.shard, **to_rank_device(TEACHER)),
         "teacher_weight: expected",
     ),
     "whole teacher": (
-        lambda x: JSDLoss(tp_group="tp")(x.hidden, x.sharded, **here(TEACHER)),
+        lambda x: JSDLoss(tp_group="tp")(x.hidden, x.sharded, **to_rank_device(TEACHER)),
         "teacher_weight: expected a DTensor of 47 rows with tp_group, got a plain tensor",
     ),
     "whole reference": (
@@ -357,9 +363,9 @@ def peaks(group, rank: int) -> dict[str, tuple[int, int]]:
 @torch.no_grad()
 def medusa_heads(rows) -> MedusaHeads:
     """Two heads with a block each, whose projections are `rows` of the same matrices everywhere."""
-    heads = MedusaHeads(H, rows(here(BIAS)).shape[0], 2, dtype=torch.float64)
+    heads = MedusaHeads(H, rows(to_rank_device(BIAS)).shape[0], 2, dtype=torch.float64)
     for k in range(2):
-        heads.projection(k).copy_(rows(here(random(V, H, seed=30 + k))))
+        heads.projection(k).copy_(rows(to_rank_device(random(V, H, seed=30 + k))))
         for name, x in heads.blocks(k).named_parameters():
             x.copy_(random(*x.shape, seed=32 + k + len(name)) / 4)
     return heads
@@ -367,10 +373,10 @@ def medusa_heads(rows) -> MedusaHeads:
 
 def several_heads(rows, **options) -> dict[str, Tensor]:
     """Medusa's loss, of a base head that is shared with no one."""
-    heads, hidden = medusa_heads(rows), here(random(B, T, H)).requires_grad_()
-    weight = rows(here(random(V, H))).requires_grad_()
+    heads, hidden = medusa_heads(rows), to_rank_device(random(B, T, H)).requires_grad_()
+    weight = rows(to_rank_device(random(V, H))).requires_grad_()
     loss = MedusaLoss(logits_budget=SMALL_BESIDE_TWINS, z_loss=0.1, **options)
-    out = loss(hidden, heads, targets(), base_weight=weight, base_bias=rows(here(BIAS)))
+    out = loss(hidden, heads, targets(), base_weight=weight, base_bias=rows(to_rank_device(BIAS)))
     (1.7 * out.loss).backward()
     actual = {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": weight.grad} | out.metrics
     actual |= {f"d_{name}": x.grad for name, x in heads.named_parameters()}
@@ -379,10 +385,10 @@ def several_heads(rows, **options) -> dict[str, Tensor]:
 
 def several_depths(rows, **options) -> dict[str, Tensor]:
     """Two hidden states under one head."""
-    hidden = here(random(2, B, T, H)).requires_grad_()
-    weight = rows(here(random(V, H))).requires_grad_()
+    hidden = to_rank_device(random(2, B, T, H)).requires_grad_()
+    weight = rows(to_rank_device(random(V, H))).requires_grad_()
     loss = MultiTokenLoss(logits_budget=LARGE, label_smoothing=0.1, **options)
-    out = loss(list(hidden), weight, targets(), bias=rows(here(BIAS)))
+    out = loss(list(hidden), weight, targets(), bias=rows(to_rank_device(BIAS)))
     (1.7 * out.loss).backward()
     d_weight = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
     return {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": d_weight} | out.metrics
@@ -392,7 +398,7 @@ def not_a_number(loss, head, sizes, rank, labels) -> dict:
     """Where the gradients are 0 and where they are NaN, of an upstream gradient of NaN."""
     operands = [head["hidden"], cut(head["weight"], sizes, rank), cut(head["bias"], sizes, rank)]
     hidden, weight, bias = (x.clone().requires_grad_() for x in operands)
-    (loss(hidden, weight, here(labels), bias=bias).loss * torch.nan).backward()
+    (loss(hidden, weight, to_rank_device(labels), bias=bias).loss * torch.nan).backward()
     actual = {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
     return {name: (x == 0, x.isnan()) for name, x in actual.items()}
 

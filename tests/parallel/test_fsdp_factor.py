@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from logitless import CrossEntropyLoss, linear_cross_entropy
 from logitless.parallel import fsdp as module
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, on_devices, to_rank_device
 
 pytestmark = pytest.mark.ranks
 V, H, B, T = 23, 8, 4, 5
@@ -118,7 +118,7 @@ def batch(case: Case) -> tuple[Tensor, Tensor]:
     make = torch.Generator().manual_seed(rank // 2 if case.mesh == "grid" else rank)
     ids, targets = torch.randint(0, V, (2, B, T), generator=make)
     targets[1, 2:] = -100
-    return here(ids), here(targets)
+    return to_rank_device(ids), to_rank_device(targets)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -52,9 +52,9 @@ def test_functions_of_the_logits():
 def test_find():
     """Columns of ids, 0 where they have none, and whether they have one."""
     ids = torch.tensor([0, 10, 11, -100, -1, 5])
-    columns, here = WHOLE_VOCABULARY.locate(ids, V)
+    columns, is_local = WHOLE_VOCABULARY.locate(ids, V)
     assert columns.tolist() == [0, 10, 0, 0, 0, 5]
-    assert here.tolist() == [True, True, False, False, False, True]
+    assert is_local.tolist() == [True, True, False, False, False, True]
 
 
 @ranks
@@ -62,9 +62,9 @@ def test_find_in_a_shard(rank):
     """Every id of the vocabulary is in one shard, and in the right place of it."""
     start = sum(SIZES[:rank])
     ids = torch.tensor([*range(V), -100, -1, V, V + 3])
-    columns, here = shard(rank).locate(ids, V)
+    columns, is_local = shard(rank).locate(ids, V)
     expected = [start <= i < start + SIZES[rank] for i in ids.tolist()]
-    assert here.tolist() == expected
+    assert is_local.tolist() == expected
     assert columns.tolist() == [i - start if inside else 0 for i, inside in zip(ids.tolist(), expected)]
 
 

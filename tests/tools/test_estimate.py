@@ -223,8 +223,8 @@ def test_a_card_that_is_not_here_has_the_plan_that_it_ran():
     )
     assert told in str(actual)
     # Nothing is left behind.
-    here = logitless.estimate(CrossEntropyLoss(), **QWEN, device="cpu")
-    assert here.plan.budget < 256 * MIB and here.card is None and "planned for" not in str(here)
+    planned = logitless.estimate(CrossEntropyLoss(), **QWEN, device="cpu")
+    assert planned.plan.budget < 256 * MIB and planned.card is None and "planned for" not in str(planned)
 
 
 @pytest.mark.parametrize(

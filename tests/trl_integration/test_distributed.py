@@ -16,7 +16,7 @@ from logitless.models.heads import base_of
 from logitless.trl_integration import patch_model
 from logitless.trl_integration.head import attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, on_devices, to_rank_device
 from tests.support import uncompiled
 
 from .compare import adapted, assert_same, chunked_loss, options, our_pair, side_by_side
@@ -134,7 +134,7 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
 
 
 def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Tensor]:
-    ids, labels = here((IDS[rows], LABELS[rows]))
+    ids, labels = to_rank_device((IDS[rows], LABELS[rows]))
     if score == "fused":
         loss = model(ids, labels=labels).loss
     else:

@@ -36,8 +36,8 @@ WITHIN = torch.float64 if TWINS else torch.float32
 
 
 def to_local_ids(targets: Tensor, start: int, width: int) -> Tensor:
-    here = (targets >= start) & (targets < start + width)
-    return torch.where(targets == IGNORED, IGNORED, torch.where(here, targets - start, width))
+    inside = (targets >= start) & (targets < start + width)
+    return torch.where(targets == IGNORED, IGNORED, torch.where(inside, targets - start, width))
 
 
 def problem(sizes: tuple[int, ...], C: int = 9) -> tuple[Tensor, Tensor]:

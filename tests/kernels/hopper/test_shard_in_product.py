@@ -15,7 +15,7 @@ from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, ORPOLo
 from logitless.kernels import fused_projection as fused
 from tests.kernels.hopper.interpreted import replacements
 from tests.kernels.support import INTERPRETED
-from tests.ranks import device_type, here, on_devices
+from tests.ranks import device_type, on_devices, to_rank_device
 
 SERVED = torch.cuda.device_count() >= 2 and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -69,9 +69,13 @@ def run(loss, inputs, operands, frozen: bool) -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
-        out = loss(leaves["hidden"], leaves["weight"], here(targets()), bias=leaves["bias"], **inputs)
+        out = loss(
+            leaves["hidden"], leaves["weight"], to_rank_device(targets()), bias=leaves["bias"], **inputs
+        )
     value = (
-        out.loss if out.loss.dim() == 0 else (out.loss * here(random(B, T, seed=20)).to(out.loss.dtype)).sum()
+        out.loss
+        if out.loss.dim() == 0
+        else (out.loss * to_rank_device(random(B, T, seed=20)).to(out.loss.dtype)).sum()
     )
     gradients = torch.autograd.grad(1.7 * value, [leaves[name] for name in names])
     actual = {"loss": out.loss.detach()} | {f"d_{name}": x for name, x in zip(names, gradients, strict=True)}
@@ -110,7 +114,7 @@ def everything() -> dict:
 
     def mine(name: str, x):
         x = x.split(SIZES)[rank] if name in ("weight", "bias", *SHARDED) and x is not None else x
-        return here(x) if x is None or name in POLICY else here(x).to(dtype)
+        return to_rank_device(x) if x is None or name in POLICY else to_rank_device(x).to(dtype)
 
     def computed(loss, inputs, bias, frozen):
         ran.update(r=0, w=0)

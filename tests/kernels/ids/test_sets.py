@@ -107,9 +107,9 @@ def test_statistics_and_gradients_of_a_chunk(dtype, transform, biased):
     assert_close(z, logits_of[mask].detach(), error, name="z")
     filled = mask.any(1)
     log_p = logits_of.masked_fill(~mask, -torch.inf)[filled].log_softmax(1)
-    here = mask[filled]
+    in_set = mask[filled]
     logps = log_p.gather(1, targets[filled, None])[:, 0]
-    entropy = -(log_p.exp() * log_p.masked_fill(~here, 0.0)).sum(1)
+    entropy = -(log_p.exp() * log_p.masked_fill(~in_set, 0.0)).sum(1)
     lse = logits_of.masked_fill(~mask, -torch.inf)[filled].logsumexp(1)
     out = statistics(z, slots, 7.0)
     for name, truth in (("logps", logps), ("entropy", entropy), ("lse", lse)):
