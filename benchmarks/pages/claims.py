@@ -805,11 +805,6 @@ CLAIMS = (
         "the KL falls from {} to {} nats. The interval is -{}e-5 to +{}e-5 nats",
         (*trained("distillation"), *paired("distillation", unit=1e-5)),
     ),
-    Claim(
-        PROOF_PAGE,
-        "in the mean of four seeds; the {}% interval",
-        (NINETY_FIVE,),
-    ),
     Claim(PROOF_PAGE, "the accepted length rises from {} to {}", trained("Medusa")),
     Claim(
         PROOF_PAGE,
