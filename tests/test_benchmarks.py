@@ -118,8 +118,28 @@ def test_command(command, tmp_path, monkeypatch, uncompiled):
         assert row.get("ms", 1) > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("trl", "--short", "--only", "SFT", "--skip", "smoothing", "--timed", "1"), "trl-short"),
+        (("small", "--portable", "--only", "CE", "--seconds", "0.05"), "small-portable"),
+    ],
+)
+def test_another_file_of_a_command(options, name, tmp_path, uncompiled):
+    if name == "trl-short":
+        pytest.importorskip("trl")
+    out = tmp_path / "result.json"
+    command, *rest = options
+    result = invoke(command, "--quick", "--device", "cpu", "--out", str(out), *rest)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["benchmark"] == name
+    for row in rows_of_document(written):
+        assert row["verdict"] == "ok", row
+
+
 def test_steps_with_lora(tmp_path):
-    """Each is compared with the stock trainer of its own adapter."""
+    """A row with an adapter is compared with the stock trainer with the same adapter."""
     pytest.importorskip("trl")
     out = tmp_path / "step-lora.json"
     options = ("--lora", "--checkpointing", "off", "--skip", "full", "--out", str(out))

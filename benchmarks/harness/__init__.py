@@ -1,4 +1,4 @@
-"""The harness: how an implementation is loaded, checked, timed and written down, whatever it computes.
+"""The harness: loads an implementation, checks its results, measures its time and memory, and writes JSON.
 
 No command belongs to this package, and it imports no other package of `benchmarks`. Read `measure.py` first.
 

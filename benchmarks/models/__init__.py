@@ -3,7 +3,7 @@ norms as the stock model or trainer.
 
 Read `steps.py` first, then `trainers.py`. The modules and their commands:
 
-* `steps.py`: `step`, SFT steps of TRL with each configuration in a process of its own, `step_process.py`.
+* `steps.py`: `step`, SFT steps of TRL; each configuration runs in a separate process (`step_process.py`).
 * `usecase.py`: `usecase`, the use case of Liger's paper. `recipes.py`: `recipes`, what goes with both flags.
 * `trainers.py`: `trl`, each trainer of TRL beside ours; `trainer_steps.py` trains.
 * `lora.py`: `lora`. `activations.py`: `activations`, budgets of saved activations.

@@ -48,7 +48,7 @@ def clamped_gated(
         `(..., I)` in x's dtype. Differentiable once.
 
     Raises:
-        ValueError: the last dimension is odd.
+        ValueError: the last dimension is odd, or the limit is not above 0.
         TypeError: x is not a floating-point tensor.
 
     Reference: OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, https://arxiv.org/abs/2508.10925.
@@ -58,6 +58,8 @@ def clamped_gated(
         raise ValueError(
             f"x: expected an even last dimension, got shape {tuple(x.shape)}; pass gate and up in one tensor."
         )
+    if not limit > 0:
+        raise ValueError(f"limit: expected a number above 0, got {limit}; pass the model's swiglu_limit.")
     gate = ClampedGate(float(limit), float(alpha), float(offset), interleaved)
     if torch.compiler.is_compiling():
         return _forward_twin(x, gate)

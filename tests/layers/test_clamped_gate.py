@@ -78,6 +78,8 @@ def test_without_a_limit_it_is_swiglu():
 def test_bad_operands():
     with pytest.raises(ValueError, match=r"x: expected an even last dimension, got shape \(3, 5\)"):
         clamped_gated(torch.zeros(3, 5), limit=7.0)
+    with pytest.raises(ValueError, match="limit: expected a number above 0, got -1.0"):
+        clamped_gated(torch.ones(2, 4), limit=-1.0)
     with pytest.raises(TypeError, match="x: expected a floating-point tensor"):
         clamped_gated(torch.zeros(3, 4, dtype=torch.int64), limit=7.0)
 

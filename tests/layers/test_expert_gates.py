@@ -237,7 +237,7 @@ def test_other_activations(kind):
 
 
 class Experts(nn.Module):
-    """Of which each subclass has a gate of its own."""
+    """Base class of experts; each subclass defines `_apply_gate`."""
 
     has_gate = True
 

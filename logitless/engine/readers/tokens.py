@@ -164,7 +164,7 @@ class TokenReader(Reader):
             if self.fused_epilogue:
                 factor = fused.read(chunk.features, projection.weight, chunk.targets, stats, **options)
             else:
-                weights = self._sum_weights()
+                weights = None if stats.sum_logits is None else self._sum_weights()
                 factor = kernels.logprob_gradient(
                     chunk.logits, chunk.targets, stats, class_weights=weights, **options
                 )
