@@ -1,0 +1,197 @@
+"""Triton kernel that reads logits (C, V) once, and writes the statistics and the gradient of a loss.
+
+Each row is split into parts, one program each. A program holds its part in registers: it computes the
+exponentials of the part, publishes their maximum and sum, waits until all parts of the row are published, and
+writes its part of the gradient. The traffic is one read and one write per logit.
+
+Programs wait for each other, which is free of deadlock in whatever order the GPU starts them: each program
+takes a ticket when it starts, and tickets are rows and parts in order. If the programs of the first unfinished
+row have not all started, fewer programs than parts are running; all others are finished, and there is room for
+the next. For that, the GPU has at least as many multiprocessors as a row has parts (`runs_on`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.kernels.head.cross_entropy_triton import (
+    head_logits,
+    statistics_of_row,
+    vocabulary_arguments,
+)
+from logitless.kernels.head.exponentials_triton import exp
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
+from logitless.kernels.layout import check_rows, check_written, dense
+
+# Columns of a part, and warps of its program.
+BLOCK, WARPS = 8192, 4
+
+
+@cached_launch
+@triton.jit(**OF_CHUNKS)
+def split_rows_kernel(
+    logits_ptr,
+    grad_ptr,
+    targets_ptr,
+    class_weights_ptr,
+    logps_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    sum_logits_ptr,
+    g_logp_ptr,
+    g_lse_ptr,
+    g_sum_ptr,
+    partials_ptr,
+    arrivals_ptr,
+    logits_stride,
+    grad_stride,
+    V,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    SUM: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PUBLISH: tl.constexpr,
+    FINISH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`arrivals`: zeros, the number of programs that have started, and the published parts of each row.
+    `partials`: (C, 3, PARTS), the maximum, the sum of exponentials and the weighted sum of logits.
+
+    One of PUBLISH and FINISH is False in Triton's interpreter, which runs a program after another: it takes
+    two launches.
+    """
+    if PUBLISH and FINISH:
+        ticket = tl.atomic_add(arrivals_ptr, 1, sem="relaxed")
+    else:
+        ticket = tl.program_id(0)
+    row = (ticket // PARTS).to(tl.int64)
+    part = ticket % PARTS
+    logits_ptr += row * logits_stride
+    grad_ptr += row * grad_stride
+    partials_ptr += row * 3 * PARTS
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < V
+    y = tl.load(targets_ptr + row)
+    if y == ignore_index:
+        if FINISH:
+            tl.store(grad_ptr + cols, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=mask)
+            if part == 0:
+                tl.store(logps_ptr + row, 0.0)
+                tl.store(lse_ptr + row, 0.0)
+                tl.store(lse_residual_ptr + row, 0.0)
+                if SUM:
+                    tl.store(sum_logits_ptr + row, 0.0)
+        return
+
+    has_target = (y >= 0) & (y < V)
+    x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
+    x_y = tl.load(logits_ptr + y, mask=has_target, other=0.0)
+    z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
+    z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
+    z_y = tl.where(has_target, z_y, -float("inf"))
+    z = tl.where(mask, z, -float("inf"))
+    # A part may consist of logits of -inf.
+    shift = tl.maximum(tl.max(z, 0), -1e30)
+    # Without the target, so that 1 - p of a confident token does not cancel.
+    e = tl.where(cols == y, 0.0, exp(z - shift))
+    if SUM:
+        weights = tl.load(class_weights_ptr + cols, mask=mask, other=0.0) if HAS_WEIGHTS else 1.0
+    if PUBLISH:
+        tl.store(partials_ptr + part, shift)
+        tl.store(partials_ptr + PARTS + part, tl.sum(e, 0))
+        if SUM:
+            tl.store(partials_ptr + 2 * PARTS + part, tl.sum(tl.where(mask, z * weights, 0.0), 0))
+    if PUBLISH and FINISH:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="acq_rel") + 1
+        while arrived < PARTS:
+            arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="acquire")
+    if FINISH:
+        # Loads that bypass the L1 cache, which is not coherent.
+        k = tl.arange(0, PADDED)
+        shifts = tl.load(partials_ptr + k, mask=k < PARTS, other=-1e30, cache_modifier=".cg")
+        sums = tl.load(partials_ptr + PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
+        top = tl.max(shifts, 0)
+        others = tl.sum(sums * tl.exp(shifts - top), 0)
+        total, log_total, logp, lse, residual, entropy = statistics_of_row(others, 0.0, z_y - top, top)
+        if part == 0:
+            tl.store(logps_ptr + row, logp)
+            tl.store(lse_ptr + row, lse)
+            tl.store(lse_residual_ptr + row, residual)
+            if SUM:
+                weighted = tl.load(
+                    partials_ptr + 2 * PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg"
+                )
+                tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
+        g_logp = tl.load(g_logp_ptr + row)
+        g_lse = tl.load(g_lse_ptr + row)
+        g = e * ((g_lse - g_logp) * (tl.exp(shift - top) / total))
+        g_y = g_lse * (tl.exp(z_y - top) / total) + g_logp * (others / total)
+        g = tl.where(cols == y, g_y, g)
+        if SUM:
+            g += tl.load(g_sum_ptr + row) * weights
+        if HAS_SOFTCAP:
+            # Read again, from the L2 cache: the slopes of a part would take as many registers as the part.
+            x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
+            z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
+        tl.store(grad_ptr + cols, (g * slope).to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def runs_on(device: torch.device, V: int) -> bool:
+    """Whether the device runs all parts of a row at a time. Not measured on GPUs of other vendors."""
+    if device.type == "cpu":
+        return True  # in Triton's interpreter
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return triton.cdiv(V, BLOCK) <= torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def statistics_and_gradient(
+    logits: Tensor, targets: Tensor, out, grads, *, gradient, class_weights, transform, ignore_index
+) -> None:
+    check_rows(logits=logits, gradient=gradient)
+    check_written(**dict(out.items()))
+    N, V = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(V))
+    parts = triton.cdiv(V, block)
+    has_sum = grads.sum_logits is not None
+    zeros = torch.zeros_like(out.lse)
+    weights = class_weights if has_sum else None
+    (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
+    partials = torch.empty(N, 3, parts, dtype=torch.float32, device=logits.device)
+    arrivals = torch.zeros(1 + N, dtype=torch.int32, device=logits.device)
+    interpreted = logits.device.type == "cpu"
+    for publish, finish in ((True, False), (False, True)) if interpreted else ((True, True),):
+        split_rows_kernel[(N * parts,)](
+            logits,
+            gradient,
+            dense(targets),
+            weights,
+            out.logps,
+            out.lse,
+            out.lse_residual,
+            out.sum_logits if has_sum else out.lse,
+            *(zeros if x is None else dense(x) for x in (grads.logps, grads.lse, grads.sum_logits)),
+            partials,
+            arrivals,
+            logits.stride(0),
+            gradient.stride(0),
+            V,
+            ignore_index,
+            *scalars,
+            HAS_SOFTCAP=flags["HAS_SOFTCAP"],
+            HAS_WEIGHTS=flags["HAS_WEIGHTS"],
+            SUM=has_sum,
+            PARTS=parts,
+            PADDED=triton.next_power_of_2(parts),
+            PUBLISH=publish,
+            FINISH=finish,
+            BLOCK=block,
+            num_warps=WARPS,
+        )
