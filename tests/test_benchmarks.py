@@ -123,10 +123,11 @@ def test_command(command, tmp_path, monkeypatch, uncompiled):
     [
         (("trl", "--short", "--only", "SFT", "--skip", "smoothing", "--timed", "1"), "trl-short"),
         (("small", "--portable", "--only", "CE", "--seconds", "0.05"), "small-portable"),
+        (("step", "--families", "--model", "MoE", "--checkpointing", "off"), "step-families"),
     ],
 )
 def test_another_file_of_a_command(options, name, tmp_path, uncompiled):
-    if name == "trl-short":
+    if name != "small-portable":
         pytest.importorskip("trl")
     out = tmp_path / "result.json"
     command, *rest = options

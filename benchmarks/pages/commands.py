@@ -30,6 +30,7 @@ TABLES = dict.fromkeys((*CE_TABLES, "distillation", "preference", "policy"), los
 # Those with a table on another page: the page, and what writes the table.
 ELSEWHERE = {
     "step": ("layers.md", steps.for_page),
+    "step-families": ("layers.md", steps.for_page),
     "usecase": ("layers.md", usecase.for_page),
     "recipes": ("recipes.md", recipes.for_page),
     "lora": ("howto/lora.md", lora.for_page),

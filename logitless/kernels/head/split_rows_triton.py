@@ -4,10 +4,10 @@ Each row is split into parts, one program each. A program holds its part in regi
 exponentials of the part, publishes their maximum and sum, waits until all parts of the row are published, and
 writes its part of the gradient. The traffic is one read and one write per logit.
 
-Programs wait for each other, which is free of deadlock in whatever order the GPU starts them: each program
-takes a ticket when it starts, and tickets are rows and parts in order. If the programs of the first unfinished
-row have not all started, fewer programs than parts are running; all others are finished, and there is room for
-the next. For that, the GPU has at least as many multiprocessors as a row has parts (`runs_on`).
+Programs wait for each other, but cannot wait for ever, in whatever order the GPU starts them. Each program
+takes a ticket when it starts, and tickets are rows and parts in order. As long as the programs of the first
+unfinished row have not all started, fewer programs than parts are running, because those of earlier rows are
+finished. A GPU with as many multiprocessors as a row has parts (`runs_on`) then has room for the next one.
 """
 
 import torch

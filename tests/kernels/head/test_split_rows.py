@@ -47,7 +47,9 @@ def expected(logits, targets, grads, transform, class_weights):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("names", [("logps",), ("logps", "lse"), ("logps", "lse", "sum_logits")], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [("logps",), ("logps", "lse"), ("logps", "lse", "sum_logits")], ids="+".join
+)
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(5.0, 1.3, 0.7)], ids=["", "softcap"])
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_the_definitions(block, dtype, names, transform, is_weighted):
