@@ -1,8 +1,9 @@
-"""Triton kernel that reads logits (C, V) once, and writes the statistics and the gradient of a loss.
+"""Triton kernel that reads logits (C, V) from memory once, and writes the statistics and the gradient of a
+loss.
 
-Each row is split into parts, one program each. A program holds its part in registers: it computes the
-exponentials of the part, publishes their maximum and sum, waits until all parts of the row are published, and
-writes its part of the gradient. The traffic is one read and one write per logit.
+Each row is split into parts, one program each. A program reads its part for the maximum and the sum of
+exponentials, publishes them, waits until all parts of the row are published, and reads its part again, from
+the L2 cache, to write the gradient. The parts of all programs that run at a time fit into the cache.
 
 Programs wait for each other, but cannot wait for ever, in whatever order the GPU starts them. Each program
 takes a ticket when it starts, and tickets are rows and parts in order. As long as the programs of the first
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.cross_entropy_triton import (
+    DRIFT,
     head_logits,
     statistics_of_row,
     vocabulary_arguments,
@@ -24,8 +26,8 @@ from logitless.kernels.head.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Columns of a part, and warps of its program.
-BLOCK, WARPS = 8192, 4
+# Columns that are read at a time, such blocks of a part, and warps of a program.
+BLOCK, BLOCKS, WARPS = 2048, 5, 4
 
 
 @cached_launch
@@ -56,31 +58,32 @@ def split_rows_kernel(
     SUM: tl.constexpr,
     PARTS: tl.constexpr,
     PADDED: tl.constexpr,
+    LENGTH: tl.constexpr,
     PUBLISH: tl.constexpr,
     FINISH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`arrivals`: zeros, the number of programs that have started, and the published parts of each row.
-    `partials`: (C, 3, PARTS), the maximum, the sum of exponentials and the weighted sum of logits.
+    """`arrivals`: zeros, the number of programs that have started, and of the published parts of each row.
+    `partials`: (rows, 3, PARTS), the maximum, the sum of exponentials and the weighted sum of logits.
 
     One of PUBLISH and FINISH is False in Triton's interpreter, which runs a program after another: it takes
     two launches.
     """
-    if PUBLISH and FINISH:
-        ticket = tl.atomic_add(arrivals_ptr, 1, sem="relaxed")
-    else:
-        ticket = tl.program_id(0)
+    ticket = tl.atomic_add(arrivals_ptr, 1, sem="relaxed")
     row = (ticket // PARTS).to(tl.int64)
     part = ticket % PARTS
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
     partials_ptr += row * 3 * PARTS
-    cols = part * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < V
+    begin = part * LENGTH
+    end = tl.minimum(begin + LENGTH, V)
+    lane = tl.arange(0, BLOCK)
     y = tl.load(targets_ptr + row)
     if y == ignore_index:
         if FINISH:
-            tl.store(grad_ptr + cols, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=mask)
+            for start in range(begin, end, BLOCK):
+                cols = start + lane
+                tl.store(grad_ptr + cols, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < end)
             if part == 0:
                 tl.store(logps_ptr + row, 0.0)
                 tl.store(lse_ptr + row, 0.0)
@@ -89,35 +92,54 @@ def split_rows_kernel(
                     tl.store(sum_logits_ptr + row, 0.0)
         return
 
-    has_target = (y >= 0) & (y < V)
-    x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
-    x_y = tl.load(logits_ptr + y, mask=has_target, other=0.0)
-    z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
-    z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
-    z_y = tl.where(has_target, z_y, -float("inf"))
-    z = tl.where(mask, z, -float("inf"))
-    # A part may consist of logits of -inf.
-    shift = tl.maximum(tl.max(z, 0), -1e30)
-    # Without the target, so that 1 - p of a confident token does not cancel.
-    e = tl.where(cols == y, 0.0, exp(z - shift))
-    if SUM:
-        weights = tl.load(class_weights_ptr + cols, mask=mask, other=0.0) if HAS_WEIGHTS else 1.0
     if PUBLISH:
-        tl.store(partials_ptr + part, shift)
-        tl.store(partials_ptr + PARTS + part, tl.sum(e, 0))
+        shift = -1e30
+        # Without the target, so that 1 - p of a confident token does not cancel.
+        rest = tl.zeros([BLOCK], tl.float32)
         if SUM:
-            tl.store(partials_ptr + 2 * PARTS + part, tl.sum(tl.where(mask, z * weights, 0.0), 0))
+            weighted = tl.zeros([BLOCK], tl.float32)
+        upcoming = tl.load(
+            logits_ptr + begin + lane, mask=begin + lane < end, other=0.0, eviction_policy="evict_last"
+        )
+        for start in range(begin, end, BLOCK):
+            cols = start + lane
+            mask = cols < end
+            x = upcoming
+            # Prefetch the next block, as in `row_kernel`.
+            upcoming = tl.load(
+                logits_ptr + cols + BLOCK, mask=cols + BLOCK < end, other=0.0, eviction_policy="evict_last"
+            )
+            z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
+            z = tl.where(mask, z, -float("inf"))
+            top = tl.max(z, 0)
+            if top > shift + DRIFT:
+                rest *= tl.exp(shift - top)
+                shift = top
+            rest += tl.where(cols == y, 0.0, exp(z - shift))
+            if SUM:
+                if HAS_WEIGHTS:
+                    z *= tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
+                weighted += tl.where(mask, z, 0.0)
+        tl.store(partials_ptr + part, shift)
+        tl.store(partials_ptr + PARTS + part, tl.sum(rest, 0))
+        if SUM:
+            tl.store(partials_ptr + 2 * PARTS + part, tl.sum(weighted, 0))
     if PUBLISH and FINISH:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="acq_rel") + 1
         while arrived < PARTS:
             arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="acquire")
     if FINISH:
+        has_target = (y >= 0) & (y < V)
+        x_y = tl.load(logits_ptr + y, mask=has_target, other=0.0)
+        z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
+        z_y = tl.where(has_target, z_y, -float("inf"))
         # Loads that bypass the L1 cache, which is not coherent.
         k = tl.arange(0, PADDED)
         shifts = tl.load(partials_ptr + k, mask=k < PARTS, other=-1e30, cache_modifier=".cg")
         sums = tl.load(partials_ptr + PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
-        top = tl.max(shifts, 0)
+        # The shift of a part may be below its largest logit, and that of a part of -inf is -1e30.
+        top = tl.maximum(tl.max(shifts, 0), z_y)
         others = tl.sum(sums * tl.exp(shifts - top), 0)
         total, log_total, logp, lse, residual, entropy = statistics_of_row(others, 0.0, z_y - top, top)
         if part == 0:
@@ -125,22 +147,27 @@ def split_rows_kernel(
             tl.store(lse_ptr + row, lse)
             tl.store(lse_residual_ptr + row, residual)
             if SUM:
-                weighted = tl.load(
-                    partials_ptr + 2 * PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg"
-                )
-                tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
+                parts = tl.load(partials_ptr + 2 * PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
+                tl.store(sum_logits_ptr + row, tl.sum(parts, 0))
         g_logp = tl.load(g_logp_ptr + row)
         g_lse = tl.load(g_lse_ptr + row)
-        g = e * ((g_lse - g_logp) * (tl.exp(shift - top) / total))
-        g_y = g_lse * (tl.exp(z_y - top) / total) + g_logp * (others / total)
-        g = tl.where(cols == y, g_y, g)
+        scale = (g_lse - g_logp) / total
+        g_y = (g_lse * tl.exp(z_y - top) + g_logp * others) / total
         if SUM:
-            g += tl.load(g_sum_ptr + row) * weights
-        if HAS_SOFTCAP:
-            # Read again, from the L2 cache: the slopes of a part would take as many registers as the part.
-            x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
+            g_sum = tl.load(g_sum_ptr + row)
+        for start in range(begin, end, BLOCK):
+            cols = start + lane
+            mask = cols < end
+            x = tl.load(logits_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
             z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
-        tl.store(grad_ptr + cols, (g * slope).to(grad_ptr.dtype.element_ty), mask=mask)
+            g = tl.where(cols == y, g_y, exp(z - top) * scale)
+            if SUM:
+                if HAS_WEIGHTS:
+                    g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
+                else:
+                    g += g_sum
+            g = (g * slope).to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + cols, g, mask=mask, eviction_policy="evict_first")
 
 
 def runs_on(device: torch.device, V: int) -> bool:
@@ -149,7 +176,7 @@ def runs_on(device: torch.device, V: int) -> bool:
         return True  # in Triton's interpreter
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return triton.cdiv(V, BLOCK) <= torch.cuda.get_device_properties(device).multi_processor_count
+    return triton.cdiv(V, BLOCKS * BLOCK) <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def statistics_and_gradient(
@@ -159,15 +186,16 @@ def statistics_and_gradient(
     check_written(**dict(out.items()))
     N, V = logits.shape
     block = min(BLOCK, triton.next_power_of_2(V))
-    parts = triton.cdiv(V, block)
+    length = min(BLOCKS, triton.cdiv(V, block)) * block
+    parts = triton.cdiv(V, length)
     has_sum = grads.sum_logits is not None
     zeros = torch.zeros_like(out.lse)
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
     partials = torch.empty(N, 3, parts, dtype=torch.float32, device=logits.device)
-    arrivals = torch.zeros(1 + N, dtype=torch.int32, device=logits.device)
     interpreted = logits.device.type == "cpu"
     for publish, finish in ((True, False), (False, True)) if interpreted else ((True, True),):
+        arrivals = torch.zeros(1 + N, dtype=torch.int32, device=logits.device)
         split_rows_kernel[(N * parts,)](
             logits,
             gradient,
@@ -190,6 +218,7 @@ def statistics_and_gradient(
             SUM=has_sum,
             PARTS=parts,
             PADDED=triton.next_power_of_2(parts),
+            LENGTH=length,
             PUBLISH=publish,
             FINISH=finish,
             BLOCK=block,

@@ -19,13 +19,13 @@ IGNORED = -100
 pytestmark = pytest.mark.skipif(not uses_triton(DEVICE, torch.float32), reason="a Triton kernel")
 
 
-@pytest.fixture(params=[64, 8192], ids="parts of {}".format)
+@pytest.fixture(params=[(32, 2), (64, 1), (2048, 5)], ids=str)
 def block(request, monkeypatch):
-    """The columns of a part."""
+    """The columns of a block, and the blocks of a part: several parts, and one."""
     from logitless.kernels.head import split_rows_triton
 
-    monkeypatch.setattr(split_rows_triton, "BLOCK", request.param)
-    return request.param
+    monkeypatch.setattr(split_rows_triton, "BLOCK", request.param[0])
+    monkeypatch.setattr(split_rows_triton, "BLOCKS", request.param[1])
 
 
 def expected(logits, targets, grads, transform, class_weights):
