@@ -417,7 +417,7 @@ def run_head(
     """
     plan = plan_for(call, rows, purpose, heads, wide_d_weight=wide_d_weight)
     readers = ReplayReader if call.sets is not None else call.loss.reader.of(call)
-    reader = readers(call, rows, plan, factors, known, upstream)
+    reader = readers(call, rows, purpose, plan, factors, known, upstream)
     projections = Projection
     if plan.replay is not None:
         projections = ReplayProjection
@@ -605,7 +605,7 @@ def token_gradients(
     row_statistics = {name: x[everything] for name, x, _ in named if name != METRICS}
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
-        reader = kind(call, rows, None, None, row_statistics, grads)
+        reader = kind(call, rows, Pass.GRADIENTS, None, None, row_statistics, grads)
         projection = Projection(call, rows, gradients=False)
         make = torch.empty_like if rows.index is None else torch.zeros_like
         projection.d_hidden = make(dlogp_dhidden)
