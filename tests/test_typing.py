@@ -1,5 +1,6 @@
 """What type checkers make of user code (`typing_cases/`): right code is clean, and mistakes are found."""
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -24,8 +25,9 @@ from logitless.losses import (
     reference_free,
     sampler_correction,
 )
-from logitless.losses.arguments import HEAD_OPTIONS
+from logitless.losses.arguments import HEAD_OPTIONS, CallArguments
 from logitless.losses.base import LinearLoss
+from logitless.losses.inputs import CallInputs, HeadOptions
 from logitless.losses.linear import REDUCTIONS
 from tests.test_docs import FENCE, TEXTS
 
@@ -147,9 +149,19 @@ def test_checkers_and_calls_know_the_same_keywords(loss):
     assert typed_keywords(loss.__call__) == set(loss.keywords)
 
 
+def test_keywords_of_every_loss_are_declared_alike():
+    """In the signature of the base class, the dict for type checkers, and the record of a call."""
+    parameters = inspect.signature(LinearLoss.__call__).parameters.values()
+    signature = {x.name: (x.annotation, x.default) for x in parameters if x.kind is x.KEYWORD_ONLY}
+    types = inspect.get_annotations(CallInputs)
+    assert {name: annotation for name, (annotation, _) in signature.items()} == types
+    record = {field.name: (field.type, field.default) for field in dataclasses.fields(CallArguments)}
+    assert {name: record[name] for name in types} == signature
+
+
 @pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_logprobs", "linear_topk"])
 def test_checkers_know_options_of_functions(function):
-    options = keys(logitless.losses.inputs.HeadOptions)
+    options = keys(HeadOptions)
     assert options <= set(cross_entropy.OPTIONS) & {*HEAD_OPTIONS, "cp_group"}
     assert options <= typed_keywords(getattr(logitless, function))
 

@@ -1,5 +1,6 @@
 """The commands that measure losses."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from benchmarks.harness.options import (
     Quick,
     Seconds,
     Skip,
+    check,
     chosen_device,
     finish,
     out_path,
@@ -57,7 +59,7 @@ def ce(
 ) -> None:
     """Cross-entropy: us and every installed peer, at the four shapes of the design and with half the labels
     ignored."""
-    compare("ce", CE, parsed(CE, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    compare("ce", CE, parsed(CE, shapes), out, quick, device, only, skip, seconds)
 
 
 def ce_portable(
@@ -71,7 +73,7 @@ def ce_portable(
     fp32."""
     picked = parsed(CE_PORTABLE, shapes)
     with portable_kernels():
-        compare("ce-portable", CE_PORTABLE, picked, out, quick, device, (), (), seconds)
+        compare("ce-portable", CE_PORTABLE, picked, out, quick, device, None, None, seconds)
 
 
 def distillation(
@@ -89,17 +91,7 @@ def distillation(
     """Jensen-Shannon divergence from a teacher: us and every installed peer, with a trainable and with a
     frozen head."""
     picked = parsed(DISTILLATION, shapes)
-    compare(
-        "distillation",
-        DISTILLATION,
-        picked,
-        out,
-        quick,
-        device,
-        tuple(only or ()),
-        tuple(skip or ()),
-        seconds,
-    )
+    compare("distillation", DISTILLATION, picked, out, quick, device, only, skip, seconds)
 
 
 def speculators(
@@ -115,17 +107,7 @@ def speculators(
 ) -> None:
     """Drafts of speculative decoding, 3 and 7 steps, by the forward KL: us and every installed peer, whose
     logits of all steps are whole."""
-    compare(
-        "speculators",
-        SPECULATORS,
-        parsed(SPECULATORS, shapes),
-        out,
-        quick,
-        device,
-        tuple(only or ()),
-        tuple(skip or ()),
-        seconds,
-    )
+    compare("speculators", SPECULATORS, parsed(SPECULATORS, shapes), out, quick, device, only, skip, seconds)
 
 
 def preference(
@@ -141,17 +123,7 @@ def preference(
 ) -> None:
     """ORPO and DPO with a reference, in GEMM-equivalents: us and every installed peer, with a trainable and
     with a frozen head."""
-    compare(
-        "preference",
-        PREFERENCE,
-        parsed(PREFERENCE, shapes),
-        out,
-        quick,
-        device,
-        tuple(only or ()),
-        tuple(skip or ()),
-        seconds,
-    )
+    compare("preference", PREFERENCE, parsed(PREFERENCE, shapes), out, quick, device, only, skip, seconds)
 
 
 def policy(
@@ -166,17 +138,7 @@ def policy(
     seconds: Seconds = 4.0,
 ) -> None:
     """GRPO, in GEMM-equivalents: us and every installed peer, with a trainable and with a frozen head."""
-    compare(
-        "policy",
-        POLICY,
-        parsed(POLICY, shapes),
-        out,
-        quick,
-        device,
-        tuple(only or ()),
-        tuple(skip or ()),
-        seconds,
-    )
+    compare("policy", POLICY, parsed(POLICY, shapes), out, quick, device, only, skip, seconds)
 
 
 def orpo_batch(
@@ -190,9 +152,7 @@ def orpo_batch(
     """ORPO of 32, 64 and 128 pairs of 1,024 tokens, the table of Liger's paper: peak memory and tokens per
     second."""
     shapes = pairs.QUICK_BATCH_SHAPES if quick else pairs.BATCH_SHAPES
-    document = compare(
-        "orpo-batch", PREFERENCE, shapes, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds
-    )
+    document = compare("orpo-batch", PREFERENCE, shapes, out, quick, device, only, skip, seconds)
     typer.echo(pairs.by_token(document))
 
 
@@ -210,10 +170,8 @@ def dpo_length(
     """DPO of one pair against its length T, with a reference: memory beyond the gradients, time per token,
     and the plan."""
     shapes = pairs.QUICK_LENGTH_SHAPES if quick else pairs.length_shapes(max_length)
-    names = tuple(only or pairs.LENGTH_NAMES)
-    document = compare(
-        "dpo-length", PREFERENCE, shapes, out, quick, device, names, tuple(skip or ()), seconds
-    )
+    names = only or pairs.LENGTH_NAMES
+    document = compare("dpo-length", PREFERENCE, shapes, out, quick, device, names, skip, seconds)
     typer.echo(pairs.by_token(document))
 
 
@@ -228,7 +186,7 @@ def distillation_length(
 ) -> None:
     """JSD against N: our memory beyond the gradients, and the ratio to the bare products."""
     shapes = teaching.QUICK_SHAPES[:1] if quick else teaching.length_shapes(max_tokens)
-    compare("distillation-length", DISTILLATION, shapes, out, quick, device, ("logitless",), (), seconds)
+    compare("distillation-length", DISTILLATION, shapes, out, quick, device, ("logitless",), None, seconds)
 
 
 def medusa(
@@ -242,17 +200,7 @@ def medusa(
 ) -> None:
     """Medusa heads, 3 and 5, in both stages against the length T: time per token, and memory that must not
     grow with the heads."""
-    document = compare(
-        "medusa",
-        MEDUSA,
-        parsed(MEDUSA, shapes),
-        out,
-        quick,
-        device,
-        tuple(only or ()),
-        tuple(skip or ()),
-        seconds,
-    )
+    document = compare("medusa", MEDUSA, parsed(MEDUSA, shapes), out, quick, device, only, skip, seconds)
     typer.echo(multi_head.table(document))
     if grown := multi_head.grown(document):
         typer.echo("memory grows with the heads: " + "; ".join(grown), err=True)
@@ -273,11 +221,9 @@ def tensor_parallel(
     shards.run(document, ranks, quick=quick, device=target.type, say=speaker())
     write_json(path, document)
     finish(path)
-    if wrong := [
-        section["loss"] for section in document["sections"] for row in section["rows"][1:] if not row["right"]
-    ]:
-        typer.echo(f"not right: {', '.join(wrong)}", err=True)
-        raise typer.Exit(1)
+    check(
+        [section["loss"] for section in document["sections"] for x in section["rows"][1:] if not x["right"]]
+    )
 
 
 def topk(out: Out = None, quick: Quick = False, device: Device = "", seconds: Seconds = 4.0) -> None:
@@ -289,9 +235,7 @@ def topk(out: Out = None, quick: Quick = False, device: Device = "", seconds: Se
     several_ids.run(document, shape, target, seconds=0.0 if quick else seconds, out=path, say=speaker())
     finish(path)
     typer.echo(several_ids.table(document))
-    if wrong := several_ids.failed(document):
-        typer.echo("not right: " + "; ".join(wrong), err=True)
-        raise typer.Exit(1)
+    check(several_ids.failed(document))
 
 
 def sampler(out: Out = None, quick: Quick = False, device: Device = "", seconds: Seconds = 4.0) -> None:
@@ -303,9 +247,7 @@ def sampler(out: Out = None, quick: Quick = False, device: Device = "", seconds:
     kept_ids.run(document, target, quick=quick, seconds=0.0 if quick else seconds, out=path, say=speaker())
     finish(path)
     typer.echo(kept_ids.table(document))
-    if wrong := kept_ids.failed(document):
-        typer.echo("not right: " + "; ".join(wrong), err=True)
-        raise typer.Exit(1)
+    check(kept_ids.failed(document))
 
 
 def rounding(out: Out = None, quick: Quick = False, device: Device = "cpu") -> None:
@@ -339,9 +281,7 @@ def small_calls(
     write_json(path, document)
     finish(path)
     typer.echo(small.table(document))
-    if broken := small.failed(document):
-        typer.echo(f"not right: {', '.join(broken)}")
-        raise typer.Exit(1)
+    check(small.failed(document))
 
 
 def cpu(out: Out = None, quick: Quick = False, seconds: Seconds = 30.0) -> None:
@@ -377,8 +317,8 @@ def sweep(
 ) -> None:
     """Cross-entropy against N at H=2048, V=151936, until memory runs out: what the picture is drawn from."""
     shapes = cross_entropy.QUICK_SHAPES[:1] if quick else cross_entropy.sweep_shapes(max_tokens)
-    names = tuple(only or cross_entropy.SWEEP_NAMES)
-    compare("sweep", CE, shapes, out, quick, device, names, tuple(skip or ()), seconds)
+    names = only or cross_entropy.SWEEP_NAMES
+    compare("sweep", CE, shapes, out, quick, device, names, skip, seconds)
 
 
 def gemm(
@@ -408,8 +348,8 @@ def compare(
     out: Path | None,
     quick: bool,
     device: str,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
+    only: Sequence[str] | None,
+    skip: Sequence[str] | None,
     seconds: float,
 ) -> dict:
     """Runs a comparison over `shapes`, by default the objective's own; exits with 1 unless our own rows are
@@ -418,10 +358,10 @@ def compare(
     shapes = shapes or (objective.quick_shapes if quick else objective.shapes)
     document = new_document(benchmark, target, quick=quick, versions=objective.peers.versions())
     path = out_path(out, document)
-    seconds = 0.0 if quick else seconds
+    parts = {"only": tuple(only or ()), "skip": tuple(skip or ())}
     try:
         objective.run(
-            document, shapes, target, only=only, skip=skip, seconds=seconds, out=path, say=speaker()
+            document, shapes, target, **parts, seconds=0.0 if quick else seconds, out=path, say=speaker()
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -429,9 +369,7 @@ def compare(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     finish(path)
-    if failed := objective.ours_failed(document):
-        typer.echo("not right: " + "; ".join(failed), err=True)
-        raise typer.Exit(1)
+    check(objective.ours_failed(document))
     return document
 
 

@@ -417,7 +417,7 @@ def run_head(
     """
     plan = plan_for(call, rows, purpose, heads, wide_d_weight=wide_d_weight)
     readers = ReplayReader if call.sets is not None else call.loss.reader.of(call)
-    reader = readers(call, rows, plan, factors, known, upstream)
+    reader = readers(call, rows, purpose, plan, factors, known, upstream)
     projections = Projection
     if plan.replay is not None:
         projections = ReplayProjection
@@ -473,11 +473,15 @@ def _solve(
 ) -> Solved:
     if gradients is None:
         gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
-    deferred = gradients.deferred
+    deferred: float | Tensor = 1.0
     losses = []
     metrics = []
     for call, rows in chosen:
-        factors, deferred = unit_factors(call, rows, deferred)
+        factors = unit_factors(call, rows)
+        if gradients.defers_factor:
+            if not losses:  # all heads have the power of two of the first
+                deferred = power_of_two(factors.loss[call.loss.unit])
+            factors = factors.divided_by(deferred)
         plan, reader, _ = run_head(
             call,
             rows,
@@ -596,7 +600,7 @@ def token_gradients(
     named = list(zip(kind.statistic_names(call.loss), statistics, upstream, strict=True))
     named_grads = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
     gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
-    if not call.loss.compact and (dlogp_dhidden is not None or gradients.deferred is None):
+    if not call.loss.compact and (dlogp_dhidden is not None or gradients.defers_factor):
         # With compact=False, ignored rows have upstream gradients too. The kernels of a chunk do not read
         # them. They must neither multiply a kept d logp / d hidden nor choose the power of two of fp16.
         named_grads = {name: _masked(x, rows.supervised) for name, x in named_grads.items()}
@@ -605,7 +609,7 @@ def token_gradients(
     row_statistics = {name: x[everything] for name, x, _ in named if name != METRICS}
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
-        reader = kind(call, rows, None, None, row_statistics, grads)
+        reader = kind(call, rows, Pass.GRADIENTS, None, None, row_statistics, grads)
         projection = Projection(call, rows, gradients=False)
         make = torch.empty_like if rows.index is None else torch.zeros_like
         projection.d_hidden = make(dlogp_dhidden)
@@ -613,7 +617,7 @@ def token_gradients(
         gradients.close(call, projection, one)
         return one, gradients
     deferred = one
-    if gradients.deferred is None:
+    if gradients.defers_factor:
         # Divide by a power of two so that the largest upstream gradient is near 1. `finish` multiplies by it
         # again.
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in grads.values()]).amax()

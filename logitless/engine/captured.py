@@ -237,8 +237,11 @@ class _Recorder(Gradients):
 
 
 @dataclass
-class _Head:
-    """What `Gradients` reads of a `Projection`."""
+class _ReplayedProjection:
+    """In the place of the projection of a replayed pass: what `Gradients` reads of a `Projection`.
+
+    The projection itself is not kept, because it holds the tensors of the call that was captured.
+    """
 
     rows: Rows
     d_hidden: Tensor | None
@@ -319,7 +322,7 @@ class CapturedPass:
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)
-            projection = _Head(self._rows, _new(self._d_hidden))
+            projection = _ReplayedProjection(self._rows, _new(self._d_hidden))
             if self._chunk is not None:
                 self._chunk.trained = self._trained  # which `add` has set to None
                 gradients.add(self._chunk, projection)

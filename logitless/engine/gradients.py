@@ -90,14 +90,13 @@ class Gradients:
             to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
 
     Attributes:
-        sums: the gradients up to `deferred`, by index of the trained tensor: (N, H), (V, H), (V, 1), or the
-            shape of a layer's parameter.
+        sums: the gradients up to the deferred factor, by index of the trained tensor: (N, H), (V, H), (V, 1),
+            or the shape of a layer's parameter.
         supervised: the rows of each entry of `sums` that a supervised token may reach, by index: (N,) bool
             for d_hidden, () for the others; None: all rows. Only these rows are multiplied by the upstream
             gradient (`finish`).
-        deferred: 1.0; in fp16 None: not chosen yet. The pass then chooses the factor by which `finish`
-            multiplies the sums, a power of two that keeps the gradients near 1, and passes it to `open` and
-            `close`.
+        defers_factor: whether the pass chooses a factor by which `finish` multiplies the sums, a power of two
+            that keeps them near 1 (in fp16), and passes it to `open` and `close`. If not, it passes 1.0.
     """
 
     def __init__(self, calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None):
@@ -107,7 +106,7 @@ class Gradients:
         self._last = {index: call for call in calls for index in call.indices[:3]}
         self.sums: dict[int, Tensor] = {}
         self.supervised: dict[int, Tensor | None] = {}
-        self.deferred = None if calls[0].dtype == torch.float16 else 1.0
+        self.defers_factor = calls[0].dtype == torch.float16
         self._weight: Sum | None = None  # of the head between `open` and `close`
         self._bias: Sum | None = None
 
@@ -121,7 +120,7 @@ class Gradients:
         )
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
-            if self.deferred is None:
+            if self.defers_factor:
                 self._main.div_(deferred)
         elif needs.weight:
             self._weight = Sum(self.sums[weight], written=True) if weight in self.sums else None
@@ -170,7 +169,7 @@ class Gradients:
         for total in (self._weight, self._bias):
             if total is not None and not total.written:
                 total.total.zero_()
-        if self._main is not None and call.needs.weight and self.deferred is None:
+        if self._main is not None and call.needs.weight and self.defers_factor:
             self._main.mul_(deferred)
         hidden, weight, bias, layers = call.indices
         if call.needs.hidden and hidden in self.sums:

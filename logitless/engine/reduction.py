@@ -42,6 +42,10 @@ class Factors(NamedTuple):
         tensors = [x if isinstance(x, Tensor) else torch.full((), x, **options) for x in values]
         return torch.stack([x.to(**options) for x in tensors])
 
+    def divided_by(self, deferred: Number) -> "Factors":
+        """The factors, with those of the loss divided by the deferred factor."""
+        return self._replace(loss={unit: factor / deferred for unit, factor in self.loss.items()})
+
     @property
     def units(self) -> "Units":
         loss = None if self.loss is None else tuple(self.loss)
@@ -62,12 +66,8 @@ class Units(NamedTuple):
         return Factors(loss, dict(zip(self.metrics, vector[first:].unbind())), self.num_items_unit)
 
 
-def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[Factors, Number]:
-    """Return (the factors of a reduced loss and its metrics, the deferred power of two).
-
-    The factors of the loss are divided by the power of two. If `deferred` is None, the power of two is
-    computed from the factor of the loss's main unit. Otherwise it is `deferred`.
-    """
+def unit_factors(call: HeadCall, rows: Rows) -> Factors:
+    """The factors of a reduced loss and its metrics."""
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     metrics = inverses(counts, call.stat_dtype)
@@ -78,11 +78,7 @@ def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[F
         if call.num_items is not None:
             normalizers[loss.unit] = call.num_items
         factors = inverses(normalizers, call.stat_dtype, call.coefficient)
-    if deferred is None:
-        deferred = power_of_two(factors[loss.unit])
-    if not (isinstance(deferred, float) and deferred == 1.0):
-        factors = {unit: factor / deferred for unit, factor in factors.items()}
-    return Factors(factors, metrics, None if call.num_items is None else loss.unit), deferred
+    return Factors(factors, metrics, None if call.num_items is None else loss.unit)
 
 
 def metric_factors(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -52,6 +53,21 @@ HELPERS = {
     "_fused_gate_packed": fused_forwards.gate_packed,
     "_fused_projections": lora.project_group,
 }
+
+
+class Fusion(NamedTuple):
+    """What one step of `fuse_layers` did to a module.
+
+    Attributes:
+        replaced: descriptions of what was fused; empty if nothing was.
+        undo: undoes the fusion; None if nothing was fused.
+        reason: why the module, or a part of it, was not fused; "" if there is nothing to say. The message of
+            an `UnrecognizedSource` that the step raises is also such a reason.
+    """
+
+    replaced: tuple[str, ...] = ()
+    undo: Callable[[], None] | None = None
+    reason: str = ""
 
 
 @dataclass
@@ -168,59 +184,55 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _try_fuse(
-    fuse: Callable, name: str, module: nn.Module, report: FusionReport, undo_functions: list
+    fuse: Callable[[nn.Module], Fusion],
+    name: str,
+    module: nn.Module,
+    report: FusionReport,
+    undo_functions: list,
 ) -> None:
     """Apply one of the functions `_fuse_...` to a module, and record the result."""
     report.classes[name] = type(module).__name__
     try:
-        replaced, undo, reason_for_rest = fuse(module)
+        fusion = fuse(module)
     except UnrecognizedSource as error:
-        replaced = ()
-        undo = None
-        reason_for_rest = str(error)
-    if undo is not None:
-        report.fused[name] = replaced
-        undo_functions.append(undo)
+        fusion = Fusion(reason=str(error))
+    if fusion.undo is not None:
+        report.fused[name] = fusion.replaced
+        undo_functions.append(fusion.undo)
         report.skipped.pop(name, None)
     is_reported = REPORTED_CLASSES.search(type(module).__name__) or lora.is_lora_layer(module)
-    if reason_for_rest and is_reported:
-        report.skipped[name] = reason_for_rest
+    if fusion.reason and is_reported:
+        report.skipped[name] = fusion.reason
 
 
-def _fuse_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    """Fuse a norm.
-
-    Returns:
-        (descriptions of what was fused, function that undoes it or None, reason why something was not fused).
-    """
+def _fuse_norm(module: nn.Module) -> Fusion:
+    """Fuse a norm."""
     if type(module) is nn.LayerNorm:
-        return (), None, "torch's LayerNorm is one kernel; an addition before it may be fused"
+        return Fusion(reason="torch's LayerNorm is one kernel; an addition before it may be fused")
     if type(module) in (LayerNorm, RMSNorm):
-        return (), None, "it calls the fused operator already"
+        return Fusion(reason="it calls the fused operator already")
     body = norm_of(module)
     if body is None:
-        return (), None, NO_NORM
+        return Fusion(reason=NO_NORM)
     definitions = *definitions_of(type(module), "forward"), *activations_of(type(module), body.options)
     state = Recognized(body, definitions)
     description = "norm" if body.gate is None else "gated norm"
-    return (description,), exchange(module, KEY, fused_forwards.norm_forward, state), ""
+    return Fusion((description,), exchange(module, KEY, fused_forwards.norm_forward, state))
 
 
-def _fuse_lora(
-    module: nn.Module, stock_calls: Counter[str]
-) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    """Fuse a LoRA layer of PEFT. Returns as `_fuse_norm`."""
+def _fuse_lora(module: nn.Module, stock_calls: Counter[str]) -> Fusion:
+    """Fuse a LoRA layer of PEFT."""
     if not lora.is_lora_layer(module):
-        return (), None, ""
+        return Fusion()
     lora.check_fusible(module)
     state = lora.Fused(type(module).forward, stock_calls)
-    return ("LoRA",), exchange(module, lora.KEY, lora.projection_forward, state), ""
+    return Fusion(("LoRA",), exchange(module, lora.KEY, lora.projection_forward, state))
 
 
-def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    """Fuse the additions, norms, rotations and gates in a forward pass. Returns as `_fuse_norm`."""
+def _fuse_other_layers(module: nn.Module) -> Fusion:
+    """Fuse the additions, norms, rotations and gates in a forward pass."""
     if lora.is_lora_layer(module):
-        return (), None, ""
+        return Fusion()
     if calls_gate(module):
         return _fuse_expert_gate(module)
     # Not named_children, which omits the second name of a module.
@@ -243,11 +255,11 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     if rewritten is None:
         # The report already names the norm.
         is_norm = "Norm" in type(module).__name__
-        return (), None, reason or ("" if is_norm else "no statements that can be fused")
+        return Fusion(reason=reason or ("" if is_norm else "no statements that can be fused"))
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if hasattr(module, METHOD) and implementation not in (None, "eager"):
         # The decorator of transformers' experts calls their forward pass for "eager" only.
-        return (), None, f"experts_implementation {implementation!r} runs other code"
+        return Fusion(reason=f"experts_implementation {implementation!r} runs other code")
     definitions = [Definition(type(module), "forward", function)]
     for rotation in rotations.values():
         definitions += rotation.definitions
@@ -256,16 +268,18 @@ def _fuse_other_layers(module: nn.Module) -> tuple[tuple[str, ...], Callable[[],
     for cls in torch_norms | {type(children[name]) for name in activations}:
         definitions += definitions_of(cls, "forward")
     state = Recognized(rewritten.function, tuple(definitions))
-    return rewritten.replaced, exchange(module, KEY, fused_forwards.rewritten_forward, state), reason
+    undo = exchange(module, KEY, fused_forwards.rewritten_forward, state)
+    return Fusion(rewritten.replaced, undo, reason)
 
 
-def _fuse_expert_gate(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    """Fuse the gate that experts apply to the products of all experts at once. Returns as `_fuse_norm`."""
+def _fuse_expert_gate(module: nn.Module) -> Fusion:
+    """Fuse the gate that experts apply to the products of all experts at once."""
     state = expert_gate_of(module)
     if state is None:
-        return (), None, NO_GATE
+        return Fusion(reason=NO_GATE)
     description = "expert gate" if state.value.clamped is None else "clamped expert gate"
-    return (description,), exchange(module, GATE_KEY, fused_forwards.expert_gate, state, method=METHOD), ""
+    undo = exchange(module, GATE_KEY, fused_forwards.expert_gate, state, method=METHOD)
+    return Fusion((description,), undo)
 
 
 @functools.cache

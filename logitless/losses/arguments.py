@@ -9,31 +9,30 @@ from typing import Any, ClassVar, TypeVar, Unpack, get_args, get_origin
 
 from torch import Tensor
 
-from logitless.engine.call import HeadCall, make_head_call
 from logitless.engine.layout import SequenceLayout
 from logitless.engine.operands import MASKS, SplitHead, check_data
 from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.spec import LossSpec
 from logitless.errors import meant, message, type_error, warn
-from logitless.losses.inputs import CallInputs, HeadOptions
+from logitless.losses.inputs import HeadOptions
 
 Called = TypeVar("Called", bound=Callable)
 
 
 @dataclass
 class CallArguments:
-    """The arguments of a call, which `LinearLoss.prepare` reads and changes.
+    """The arguments of a call, which `LinearLoss.bind` resolves, and the loss's `prepare` reads and changes.
 
     Attributes:
-        loss: the loss that computes the call, with the softcap and logit_scale of a head module, and with
-            `tp_group` and `cp_group` resolved to process groups.
+        loss: the loss that computes the call. `bind` sets the softcap and logit_scale of a head module, and
+            resolves `tp_group` and `cp_group` to process groups.
         hidden: (..., H).
-        weight: (V, H); the weight of the module if the caller passed a head module.
-        targets: (...), with `ignore_index` where `mask` is 0; None if the call has no targets.
-        inputs: additional tensors of the loss by name. After `prepare`, the inputs that the class declares.
+        weight: (V, H); after `bind`, the weight of the module if the caller passed a head module.
+        targets: (...); after `bind`, with `ignore_index` where `mask` is 0. None if the call has no targets.
+        inputs: the other tensors of the loss by name. After `prepare`, the inputs that the class declares.
         heads: weights and biases as the caller passed them, by name; empty if no head is a module.
-        cu_seqlens: (sequences + 1,) int64 boundaries on hidden's device.
+        cu_seqlens: (sequences + 1,) boundaries; after `bind`, int64 on hidden's device.
         aligned_mask: the sampling mask, aligned with hidden; None if the call has no sampling mask.
 
     The other attributes are the keyword arguments of every loss (`LinearLoss.__call__`).
@@ -44,8 +43,6 @@ class CallArguments:
     weight: Tensor | SplitHead
     targets: Any
     inputs: dict[str, Any]
-    heads: Mapping[str, Any] = field(default_factory=dict)
-    aligned_mask: AlignedMask | None = None
     bias: Tensor | None = None
     num_items: float | Tensor | None = None
     shift: bool = False
@@ -53,6 +50,8 @@ class CallArguments:
     mask: Tensor | None = None
     accumulate_into: Tensor | None = None
     grad_scale: float = 1.0
+    heads: Mapping[str, Any] = field(default_factory=dict)
+    aligned_mask: AlignedMask | None = None
 
     def layout(self) -> SequenceLayout:
         """The sequences of the call. With `shift`, the layout shifts targets and inputs per token."""
@@ -66,24 +65,7 @@ class CallArguments:
             aligned_mask=self.aligned_mask,
         )
 
-    def head_call(self) -> HeadCall:
-        """Check each input by its role, and return the call as a `HeadCall` with one row per token."""
-        return make_head_call(
-            self.loss,
-            self.hidden,
-            self.weight,
-            self.targets,
-            self.bias,
-            self.inputs,
-            num_items=self.num_items,
-            shift=self.shift,
-            cu_seqlens=self.cu_seqlens,
-            aligned_mask=self.aligned_mask,
-        )
 
-
-# Keyword arguments of every loss.
-SHARED = CallInputs.__optional_keys__
 # Options of the functions, such as `linear_logprobs`, that are fields of their losses.
 HEAD_OPTIONS = (*sorted(HeadOptions.__optional_keys__), "ignore_index")
 # Remedy if the output object of a model was passed as hidden states.
@@ -152,15 +134,19 @@ class CheckedCall:
     # Remedies for unknown keyword arguments. A key is the full name, or the part before the first underscore.
     remedies: ClassVar[Mapping[str, str]] = {}
 
-    def check_call(self, given: Iterable[str], **tensors: object) -> None:
-        """Raise TypeError for unknown keyword names in `given`, and for `tensors` that are not tensors."""
+    def unknown_keywords(self, given: Iterable[str]) -> TypeError:
+        """The error about the names in `given` that are not keywords of the call, with the name that is
+        meant.
+        """
         unknown = [name for name in given if name not in self.keywords]
-        if unknown:
-            taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
-            name = unknown[0]
-            remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
-            remedy = remedy or meant(name, self.keywords, "leave it out")
-            raise type_error("inputs", taken, ", ".join(unknown), remedy)
+        name = unknown[0]
+        taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
+        remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
+        remedy = remedy or meant(name, self.keywords, "leave it out")
+        return type_error("inputs", taken, ", ".join(unknown), remedy)
+
+    def check_tensors(self, **tensors: object) -> None:
+        """Raise TypeError for arguments that are not tensors with data, and for missing targets."""
         for name, x in tensors.items():
             if isinstance(x, Tensor):
                 if x.is_meta:

@@ -125,7 +125,7 @@ class CrossEntropyLoss(TokenLoss):
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
         inputs = {"class_weights": class_weights, "token_weights": token_weights}
-        return self.solve(hidden, weight, targets, arguments, inputs)
+        return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
     def prepare(self, call: CallArguments) -> None:
         class_weights, token_weights = call.inputs["class_weights"], call.inputs["token_weights"]

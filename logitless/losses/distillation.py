@@ -238,7 +238,7 @@ class DistillationLoss(LogitsLoss):
             "teacher_bias": teacher_bias,
             "teacher_logprobs_topk": teacher_logprobs_topk,
         }
-        return self.solve(hidden, weight, targets, arguments, inputs)
+        return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
     def prepare(self, call: CallArguments) -> None:
         shape = call.hidden.shape[:-1]

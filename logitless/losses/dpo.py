@@ -179,7 +179,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         position_ids: Tensor | None = None,
         **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments, {"position_ids": position_ids})
+        return super().__call__(hidden, weight, targets, position_ids=position_ids, **arguments)
 
     def prepare(self, call: CallArguments) -> None:
         has_positions = call.inputs["position_ids"] is not None

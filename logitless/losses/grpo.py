@@ -443,7 +443,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         targets: Tensor,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments)
+        return super().__call__(hidden, weight, targets, **arguments)
 
     def laid_out(
         self,

@@ -132,7 +132,7 @@ class KTOLoss(ReferencedLoss):
         kl: Tensor | float | Mapping[str, Tensor] | None = None,
         **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments, {"labels": labels, "kl": kl})
+        return super().__call__(hidden, weight, targets, labels=labels, kl=kl, **arguments)
 
     def prepare(self, call: CallArguments) -> None:
         labels = call.inputs["labels"]
@@ -227,7 +227,7 @@ class KTOLoss(ReferencedLoss):
                 sorted(kl),
                 "pass these, and kl_cu_seqlens if they are packed",
             )
-        self.check_call((), **kl)
+        self.check_tensors(**kl)
         targets = kl["kl_targets"]
         starts = kl.get("kl_cu_seqlens")
         if starts is None:

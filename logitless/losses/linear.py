@@ -11,6 +11,7 @@ from torch import Tensor
 import logitless.engine.operators  # noqa: F401, registers the operators of compiled graphs
 from logitless.engine.base import Mode, run_calls
 from logitless.engine.batch import Batch
+from logitless.engine.call import HeadCall, make_head_call
 from logitless.engine.gradients import check_main_gradient
 from logitless.engine.graph_names import constant_in_graphs, register_loss
 from logitless.engine.head_view import is_head
@@ -23,7 +24,6 @@ from logitless.errors import check_choice, to_bytes, type_error, value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
 from logitless.losses.arguments import (
-    SHARED,
     CallArguments,
     CheckedCall,
     accept_missing_targets,
@@ -50,8 +50,6 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, Whole
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# The inputs of a loss whose `__call__` has no additional arguments.
-NO_INPUTS: Mapping[str, Any] = {}
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
 
@@ -325,51 +323,32 @@ class LinearLoss(CheckedCall):
                 micro-batches. The loss itself must not be scaled: an upstream gradient other than 1 raises an
                 error, unless no token is supervised. This check costs a host sync in the backward pass; with
                 compact=False, it is an assertion on the device.
-            inputs: the tensors that the class declares as inputs.
+            inputs: the tensors that the class declares as inputs. A subclass with other arguments has a
+                `__call__` that passes them to `super().__call__` by name, and `prepare` computes the declared
+                inputs. A name that is not a keyword of the class is refused here, not by Python, as Python
+                would not suggest the name that is meant.
         """
-        arguments = {
-            "bias": bias,
-            "num_items": num_items,
-            "shift": shift,
-            "cu_seqlens": cu_seqlens,
-            "mask": mask,
-            "accumulate_into": accumulate_into,
-            "grad_scale": grad_scale,
-        }
-        return self.solve(hidden, weight, targets, arguments | inputs)
+        if not set(inputs).issubset(self.keywords):
+            raise self.unknown_keywords(inputs)
+        shared = bias, num_items, shift, cu_seqlens, mask, accumulate_into, grad_scale
+        return self.solve(CallArguments(self, hidden, weight, targets, inputs, *shared))
 
-    def solve(
-        self,
-        hidden: Tensor,
-        weight: HeadWeight,
-        targets: Tensor | None,
-        arguments: Mapping[str, Any],
-        inputs: Mapping[str, Any] = NO_INPUTS,
-    ) -> LossOutput:
-        """Compute the loss. The `__call__` of every loss with one head passes its arguments to this method.
+    def solve(self, call: CallArguments) -> LossOutput:
+        """Compute the loss of a call with one head.
 
         `MedusaLoss` and `MultiTokenLoss`, which have several heads, use `MultiHeadLoss.solve_parts` instead.
 
         Steps:
 
-        1. `bind` checks names and types of the arguments, reads head modules, resolves process groups,
-           applies the mask and checks the boundaries.
+        1. `bind` checks types, reads head modules, resolves process groups, applies the mask and checks the
+           boundaries.
         2. `prepare`, which subclasses override, computes the declared inputs from the arguments of the user.
-        3. `CallArguments.head_call` checks shapes by the role of each input, shifts, and flattens to one row
-           per token.
+        3. `make_head_call` checks shapes by the role of each input, shifts, and flattens to one row per
+           token.
         4. The engine runs the call: `run_calls`, or `unreduced_loss` with reduction="none".
         5. `finish`, which subclasses override, adds metrics that the engine does not compute.
-
-        Args:
-            hidden: as in `__call__`.
-            weight: as in `__call__`.
-            targets: as in `__call__`; None if the loss sets the targets in `prepare`.
-            arguments: the keyword arguments that `__call__` collects in `**arguments`. Their names are
-                checked.
-            inputs: the arguments that are in the signature of the subclass's `__call__`.
         """
-        call = self.bind(hidden, weight, targets, arguments, inputs)
-        head_call = call.head_call()
+        head_call = self.bind(call)
         mode = Mode.SOLVED
         if call.accumulate_into is not None:
             check_main_gradient(head_call, call.weight, call.accumulate_into, call.grad_scale)
@@ -390,54 +369,54 @@ class LinearLoss(CheckedCall):
         named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
         return loss.finish(LossOutput(value, named, plan, tokens), call)
 
-    def bind(
-        self,
-        hidden: Tensor,
-        weight: HeadWeight,
-        targets: Tensor | None,
-        arguments: Mapping[str, Any],
-        inputs: Mapping[str, Any] = NO_INPUTS,
-    ) -> CallArguments:
-        """Check and prepare the arguments of a call: steps 1 and 2 of `solve`."""
-        boundaries = {self.boundaries_argument: arguments.get("cu_seqlens")}
-        mask = arguments.get("mask")
-        shared, specific = {}, {}
-        for name, x in arguments.items():
-            (shared if name in SHARED else specific)[name] = x
-        self.check_call(specific, hidden=hidden, targets=targets, mask=mask, **boundaries)
-        inputs = {**inputs, **specific}
+    def bind(self, call: CallArguments) -> HeadCall:
+        """Check and prepare the arguments of a call, and return its `HeadCall`: steps 1 to 3 of `solve`."""
+        inputs, mask = call.inputs, call.mask
         sampling_mask = inputs.pop("sampling_mask", None)
-        loss = self
-        heads = {}
-        if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
-            bias = shared.pop("bias", None)
-            operands = {"hidden": hidden, "weight": weight, "bias": bias, **inputs}
-            heads = {name: operands[name] for name in HEADS if name in operands}
-            loss, inputs = resolve_heads(self, operands)
-            hidden, weight, shared["bias"] = (inputs.pop(name) for name in ("hidden", "weight", "bias"))
-        for name, x in inputs.items():
-            if x is None or (isinstance(x, Tensor) and not x.is_meta):
+        if is_head(call.weight, *inputs.values()) or not isinstance(call.weight, Tensor | SplitHead):
+            self.check_tensors(hidden=call.hidden)
+            operands = {"hidden": call.hidden, "weight": call.weight, "bias": call.bias, **inputs}
+            call.heads = {name: operands[name] for name in HEADS if name in operands}
+            call.loss, inputs = resolve_heads(self, operands)
+            call.hidden, call.weight, call.bias = map(inputs.pop, ("hidden", "weight", "bias"))
+            call.inputs = inputs
+        loss = call.loss
+        tensors = {"hidden": call.hidden, "targets": call.targets, "mask": mask}
+        tensors |= {self.boundaries_argument: call.cu_seqlens, **inputs}
+        for name, x in tensors.items():
+            if isinstance(x, Tensor) and not x.is_meta or x is None and name != "targets":
                 continue
             if name not in self.structured_inputs and self.roles.get(name) is not Role.WHOLE:
-                self.check_call((), **{name: x})
-        if shared.get("shift") and loss.cp_group is not None:
+                self.check_tensors(**{name: x})
+        if call.shift and loss.cp_group is not None:
             remedy = "shift whole sequences before they are sliced"
             raise value_error("shift", "False with cp_group", True, remedy)
-        if mask is not None and targets is not None:
-            targets = apply_mask(targets, mask, loss.ignore_index)
+        if mask is not None and call.targets is not None:
+            call.targets = apply_mask(call.targets, mask, loss.ignore_index)
         if loss.tp_group is not None or loss.cp_group is not None:
-            loss = loss.resolved(weight)
+            loss = call.loss = loss.resolved(call.weight)
             if debugging():
-                tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": shared.get("bias")}
-                passed = inputs | {name: arguments.get(name) for name in ("num_items", "accumulate_into")}
-                check_agreement(loss, tensors, [name for name, x in passed.items() if x is not None])
-        call = CallArguments(loss, hidden, weight, targets, inputs, heads, **shared)
+                names = ("hidden", "weight", "targets", "bias")
+                passed = inputs | {"num_items": call.num_items, "accumulate_into": call.accumulate_into}
+                passed = [name for name, x in passed.items() if x is not None]
+                check_agreement(loss, {name: getattr(call, name) for name in names}, passed)
         if call.cu_seqlens is not None:
-            call.cu_seqlens = checked_boundaries(call.cu_seqlens, hidden, loss.boundaries_argument)
+            call.cu_seqlens = checked_boundaries(call.cu_seqlens, call.hidden, loss.boundaries_argument)
         if sampling_mask is not None:
             call.aligned_mask = self.aligned_mask(sampling_mask, call)
         loss.prepare(call)
-        return call
+        return make_head_call(
+            call.loss,
+            call.hidden,
+            call.weight,
+            call.targets,
+            call.bias,
+            call.inputs,
+            num_items=call.num_items,
+            shift=call.shift,
+            cu_seqlens=call.cu_seqlens,
+            aligned_mask=call.aligned_mask,
+        )
 
     def aligned_mask(self, mask: SamplingMask | AlignedMask, call: CallArguments) -> AlignedMask:
         """Check the sampling mask of a call, and align it with hidden."""

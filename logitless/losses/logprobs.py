@@ -13,7 +13,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, value_error
-from logitless.losses.arguments import HEAD_OPTIONS, accept_missing_targets, check_options
+from logitless.losses.arguments import HEAD_OPTIONS, CallArguments, accept_missing_targets, check_options
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
@@ -82,9 +82,10 @@ class TokenStatistics(TokenLoss):
 
         The statistics have targets' shape, and are 0 at ignored positions.
         """
-        arguments = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
-        call = self.bind(hidden, weight, targets, arguments, {"sampling_mask": sampling_mask})
-        outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
+        inputs = {"sampling_mask": sampling_mask}
+        shared = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
+        call = CallArguments(self, hidden, weight, targets, inputs, **shared)
+        outcome = run_calls([self.bind(call)], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.statistics.items()}, outcome.plan
 
 

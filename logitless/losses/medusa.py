@@ -185,7 +185,9 @@ class MedusaLoss(MultiHeadLoss):
         if is_head(base_weight):
             loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
         base = {"base_weight": base_weight, "base_bias": base_bias}
-        self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
+        if unknown:
+            raise self.unknown_keywords(unknown)
+        self.check_tensors(hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
         if not isinstance(heads, MedusaHeads):
             raise type_error(
                 "heads",

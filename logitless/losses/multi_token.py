@@ -72,7 +72,9 @@ class MultiTokenLoss(MultiHeadLoss):
         loss = self
         if is_head(weight):
             loss, weight, bias = without_adapter(self, "weight", weight, bias)
-        self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
+        if unknown:
+            raise self.unknown_keywords(unknown)
+        self.check_tensors(targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
         if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
             raise type_error(
                 "hiddens",

@@ -86,7 +86,7 @@ class PolicyLoss(TokenLoss):
         targets: Tensor,
         **arguments: Unpack[PolicyInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments)
+        return super().__call__(hidden, weight, targets, **arguments)
 
     def laid_out(
         self, layout: SequenceLayout, advantages: Tensor, **given: Tensor | None

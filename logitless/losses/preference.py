@@ -210,7 +210,7 @@ class UnreferencedLoss(PairedLoss):
         targets: Tensor,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments)
+        return super().__call__(hidden, weight, targets, **arguments)
 
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
         if self.logits_over == "position":

@@ -101,7 +101,7 @@ class ORPOLoss(UnreferencedLoss):
         nll_targets: Tensor | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments, {"nll_targets": nll_targets})
+        return super().__call__(hidden, weight, targets, nll_targets=nll_targets, **arguments)
 
     def prepare(self, call: CallArguments) -> None:
         super().prepare(call)

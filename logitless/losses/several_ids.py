@@ -14,7 +14,7 @@ from logitless.engine.readers.ids import IdsReader, TopkReader
 from logitless.engine.terms import Term
 from logitless.errors import type_error, value_error
 from logitless.kernels.head.targets import one_per_position
-from logitless.losses.arguments import HEAD_OPTIONS, check_options, warn_of_zeros
+from logitless.losses.arguments import HEAD_OPTIONS, CallArguments, check_options, warn_of_zeros
 from logitless.losses.declarations import cached_loss, without_labels
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.linear import LinearLoss
@@ -79,9 +79,8 @@ class IdsStatistics(LinearLoss):
         Statistics have shape (..., k) or (...). A position is computed unless its entry in `targets` (...) is
         `ignore_index`.
         """
-        arguments = {"bias": bias, "cu_seqlens": cu_seqlens}
-        call = self.bind(hidden, weight, targets, arguments, {"ids": ids})
-        outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
+        call = CallArguments(self, hidden, weight, targets, {"ids": ids}, bias, cu_seqlens=cu_seqlens)
+        outcome = run_calls([self.bind(call)], Mode.PER_TOKEN)
         shaped = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.statistics.items()}
         return shaped, outcome.plan
 
@@ -143,7 +142,7 @@ def logprobs_of_ids(
     if shift:
         if hidden.dim() <= 1:
             raise value_error("shift", "False for hidden (H,)", True, "a single token has no next token")
-        loss.check_call((), cu_seqlens=cu_seqlens)
+        loss.check_tensors(cu_seqlens=cu_seqlens)
         if cu_seqlens is not None:
             cu_seqlens = checked_boundaries(cu_seqlens, ids)
         ids = shifted(ids, loss.ignore_index, -2, cu_seqlens)

@@ -23,7 +23,7 @@ from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
-from logitless.losses.arguments import warn_of_zeros
+from logitless.losses.arguments import CallArguments, warn_of_zeros
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.declarations import cached_loss, without_labels
 from logitless.losses.heads import resolve_heads
@@ -255,7 +255,9 @@ class SpeculatorLoss(LogitsLoss):
     ) -> LossOutput:
         tensors = {"targets": targets, "mask": mask, "cu_seqlens": cu_seqlens, "draft_ids": draft_ids}
         tensors |= {"teacher_hidden": teacher_hidden, "teacher_bias": teacher_bias, "bias": bias}
-        self.check_call(unknown, **tensors, starts=starts)
+        if unknown:
+            raise self.unknown_keywords(unknown)
+        self.check_tensors(**tensors, starts=starts)
         check_hiddens(hiddens)
         loss = self._of_steps(len(hiddens))
         chosen = [k for k, coefficient in enumerate(loss.coefficients) if coefficient]
@@ -289,15 +291,20 @@ class SpeculatorLoss(LogitsLoss):
             "counted": pairs.counted,
             "problems": torch.cat((pairs.problems, ids.problems)),
         }
-        arguments = {
-            "bias": heads["bias"],
-            "num_items": num_items,
-            "accumulate_into": accumulate_into,
-            "grad_scale": grad_scale,
-        }
         loss = without_labels(loss)
         counted = torch.where(pairs.counted, 0, loss.ignore_index).reshape(-1)
-        out = loss.solve(hidden.reshape(-1, hidden.shape[-1]), weight, counted, arguments, inputs)
+        call = CallArguments(
+            loss,
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            counted,
+            inputs,
+            bias=heads["bias"],
+            num_items=num_items,
+            accumulate_into=accumulate_into,
+            grad_scale=grad_scale,
+        )
+        out = loss.solve(call)
         warn_of_zeros(mask, loss, out.plan)
         if loss.reduction != "none":
             return out

@@ -46,7 +46,7 @@ class Oracle:
     def _solve(self, call: HeadCall) -> tuple[Tensor, Tensor]:
         """Return a head's loss, and (1 + metrics,): the loss without its coefficient, then the metrics."""
         rows = rows_in_order(call)
-        factors, _ = unit_factors(call, rows, 1.0)
+        factors = unit_factors(call, rows)
         terms = self._terms(call, rows)
         loss = reduced(terms[0], factors)
         metrics = _compute_metrics(call, terms, factors)

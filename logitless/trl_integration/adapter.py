@@ -3,14 +3,14 @@
 The trainers of this package and `apply_to` both call `enable`. It sets methods on one trainer's instance, and
 installs dispatchers in TRL's classes and modules (`installed.py`), which run TRL's own functions for every
 other trainer. The forward passes of the trainer's models are replaced only while the trainer computes a loss
-(`ChunkedLoss.attach_models`). Between two losses the models have the forward passes that TRL gave them, so
-other trainers, copies and other callers see no change. A hook or wrapper that is added to a model between two
-losses runs in the next loss.
+(`ChunkedLossSession.attach_models`). Between two losses the models have the forward passes that TRL gave
+them, so other trainers, copies and other callers see no change. A hook or wrapper that is added to a model
+between two losses runs in the next loss.
 
 A trainer may run inside of itself or of another trainer, and trainers may run in several threads. So nothing
 is changed for the time of a call that other code could read, such as the trainer's options. What the chunked
-loss has to know about a call is in the call: in its arguments, in the `ChunkedLoss` of its trainer, or in a
-context variable (`installed.computing_with`).
+loss has to know about a call is in the call: in its arguments, in the `ChunkedLossSession` of its trainer, or
+in a context variable (`installed.computing_with`).
 
 A replacement may silently go unused, if TRL or the user calls another function. So each training step and
 each evaluation step checks, before the optimizer's step, that every required replacement was called, and that
@@ -48,7 +48,7 @@ LIGER_LOSS = "fused_linear_cross_entropy"
 
 # attach(model): a context manager inside of which the model has the forward pass of a chunked loss
 Attach = Callable[[PreTrainedModel], AbstractContextManager]
-MakeAttach = Callable[["ChunkedLoss"], Attach]
+MakeAttach = Callable[["ChunkedLossSession"], Attach]
 
 # Values of `Replacement.required_in`
 TRAIN = "train"
@@ -64,18 +64,18 @@ class Replacement:
     """Replacement of a method or function of TRL.
 
     Attributes:
-        function: is called instead of TRL's function, as `function(chunked, original, arguments)`.
+        function: is called instead of TRL's function, as `function(session, original, arguments)`.
             `arguments` holds the arguments of the call by name. `original(**changes)` calls TRL's function,
             or the user's override of it, with the same arguments, except for `changes`.
         required_in: the kinds of steps, "train" and "evaluate", in which the replacement must be called.
         calls_original: whether `function` may call `original`. If it never does, a trainer that overrides the
             method is refused, because the override would be ignored.
-        carrier: for "module:name", the argument whose `chunked` tells which chunked loss a call belongs to:
+        carrier: for "module:name", the argument whose `session` tells which chunked loss a call belongs to:
             logits. None: it belongs to the trainer that is computing its loss. For "module:Class.method" the
             argument is always `self`.
     """
 
-    function: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
+    function: Callable[["ChunkedLossSession", Callable, SimpleNamespace], Any]
     required_in: tuple[str, ...] = ()
     calls_original: bool = False
     carrier: str | None = None
@@ -90,7 +90,7 @@ class Adapter:
         checks: functions of the trainer, called in every step. They raise if the chunked loss does not
             support the trainer's options.
         attachments: name of an attribute of the trainer that may hold a model -> function of the
-            `ChunkedLoss` that returns the `Attach` for this model.
+            `ChunkedLossSession` that returns the `Attach` for this model.
         replacements: name of a method of the trainer, or path "module:name" or "module:Class.method" of a
             function of TRL -> its `Replacement`.
         active_during: names of methods of the trainer. While one of them runs, the trainer computes its loss:
@@ -110,7 +110,7 @@ class Adapter:
     attachments: Mapping[str, MakeAttach] = field(default_factory=dict)
     replacements: Mapping[str, Replacement] = field(default_factory=dict)
     active_during: tuple[str, ...] = ("compute_loss",)
-    context: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
+    context: Callable[["ChunkedLossSession"], AbstractContextManager] = lambda session: nullcontext()
     has_evaluation_loss: bool = True
     needs_original_to_predict: bool = False
     notes: tuple[Callable[[Any], str | None], ...] = ()
@@ -122,8 +122,11 @@ class Adapter:
         return self.path.partition(":")[2]
 
 
-class ChunkedLoss:
-    """The chunked loss of one trainer, while it is switched on."""
+class ChunkedLossSession:
+    """What the chunked loss of one trainer keeps from step to step, from `enable` until it is switched off.
+
+    The functions of the adapter get it as `session`.
+    """
 
     def __init__(self, trainer: Any, adapter: Adapter, logits_budget: int | str | None):
         self.trainer = trainer
@@ -153,7 +156,7 @@ class ChunkedLoss:
         # every step would be slow, as Accelerate visits all modules.
         self.base_models: dict[str, tuple[Any, nn.Module]] = {}
 
-    def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
+    def __deepcopy__(self, memo: dict) -> "ChunkedLossSession":
         if id(self.trainer) in memo:
             # The methods of the copy would be those of this trainer.
             remedy = "call remove_from(trainer) before, and apply_to(copy), or construct another trainer"
@@ -432,12 +435,12 @@ def enable(trainer: Any, adapter: Adapter, logits_budget: int | str | None) -> C
         ValueError: the chunked loss does not support the trainer, its model or its options.
         ImportError: TRL has no name of something that the adapter replaces.
     """
-    chunked = ChunkedLoss(trainer, adapter, logits_budget)
+    session = ChunkedLossSession(trainer, adapter, logits_budget)
     with ExitStack() as on_error:
-        on_error.callback(chunked.undo)
-        chunked.switch_on()
+        on_error.callback(session.undo)
+        session.switch_on()
         on_error.pop_all()
-    return chunked.undo
+    return session.undo
 
 
 def replaced_error(path: str, found: Callable, trainer: str) -> ValueError:

@@ -13,7 +13,15 @@ from transformers.utils import ModelOutput
 from logitless.errors import value_error
 from logitless.models.patch import make_patch
 
-from .adapter import EVERY_STEP, Adapter, Attach, ChunkedLoss, Replacement, swap_attributes, unwrapped_base
+from .adapter import (
+    EVERY_STEP,
+    Adapter,
+    Attach,
+    ChunkedLossSession,
+    Replacement,
+    swap_attributes,
+    unwrapped_base,
+)
 from .layers import switch_on
 from .pairs import ADAPTERS, check_budget
 
@@ -117,35 +125,35 @@ def adapter_of(trainer_class: type) -> Adapter:
     return PLAIN
 
 
-def attach_patch(chunked: ChunkedLoss) -> Attach:
+def attach_patch(session: ChunkedLossSession) -> Attach:
     """Check the model as `patch_model` does, and each further model that `model_init` makes."""
 
     def attach(model: PreTrainedModel) -> AbstractContextManager:
-        if chunked.patch is None or chunked.patch.model is not model:
-            chunked.patch = make_patch(model, chunked.logits_budget)
+        if session.patch is None or session.patch.model is not model:
+            session.patch = make_patch(model, session.logits_budget)
         return nullcontext()  # the adapter's context applies it
 
-    attach(unwrapped_base(chunked.trainer, chunked.trainer.model))
+    attach(unwrapped_base(session.trainer, session.trainer.model))
     return attach
 
 
-def apply_patch(chunked: ChunkedLoss) -> AbstractContextManager:
+def apply_patch(session: ChunkedLossSession) -> AbstractContextManager:
     """Context manager in which the patch is applied: while `compute_loss` runs. A prediction step without
     labels calls the model itself, and needs its logits."""
-    return chunked.patch.active()
+    return session.patch.active()
 
 
-def compute_model_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
+def compute_model_loss(session: ChunkedLossSession, original: Callable, arguments: Any) -> Any:
     """Replacement of `Trainer.compute_loss`: run it on the patched model, which returns no logits. If these
     outputs of the model are needed for predictions, call the model once more without labels."""
     inputs = dict(arguments.inputs)  # Trainer may remove the labels from them
-    deferral = chunked.patch.deferral
+    deferral = session.patch.deferral
     with swap_attributes(deferral, was_called=False):  # a call may be inside of another one
         found = original()
         was_called = deferral.was_called
     if was_called:
-        chunked.record_plan(chunked.patch.last_plan)
-    if not (chunked.needs_logits and getattr(arguments, "return_outputs", False)):
+        session.record_plan(session.patch.last_plan)
+    if not (session.needs_logits and getattr(arguments, "return_outputs", False)):
         return found
     loss, outputs = found
     if _lacks_logits(outputs):

@@ -18,7 +18,7 @@ from logitless import DistillationLoss
 from logitless.errors import check_choice, message, value_error, warn
 from logitless.losses.base import LossOutput
 
-from .adapter import EVERY_STEP, MODEL_ATTRIBUTES, Adapter, ChunkedLoss, Replacement
+from .adapter import EVERY_STEP, MODEL_ATTRIBUTES, Adapter, ChunkedLossSession, Replacement
 from .head import GatherableLogits, attach_gatherable_logits, return_gatherable_logits
 
 # Options that the adapters of this file share
@@ -28,7 +28,7 @@ GATHERABLE = {
 }
 
 
-def gather_logps(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
+def gather_logps(session: ChunkedLossSession, original: Callable, arguments: Any) -> Tensor:
     """Replacement of TRL's `selective_log_softmax`."""
     return arguments.logits.statistics(arguments.index)["logps"]
 
@@ -36,27 +36,27 @@ def gather_logps(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Te
 # --- ORPO, CPO, TPO, OnlineDPO and A2PO
 
 
-def compute_sequence_logps(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
+def compute_sequence_logps(session: ChunkedLossSession, original: Callable, arguments: Any) -> Tensor:
     """Replacement of TRL's `get_batch_logps`, which would project the prompts too."""
     if isinstance(arguments.logits, Tensor):
         return original()  # of another model
     labels = arguments.labels[:, 1:]
     lengths = (labels != -100).sum(-1)
     if arguments.average_log_prob and not lengths.all():
-        labels, lengths = _keep_nan(chunked, labels, lengths)
+        labels, lengths = _keep_nan(session, labels, lengths)
     logps = arguments.logits[:, :-1].statistics(labels)["logps"].sum(-1)
     return logps / lengths if arguments.average_log_prob else logps
 
 
-def _keep_nan(chunked: ChunkedLoss, labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _keep_nan(session: ChunkedLossSession, labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return labels (2 * pairs, T) and lengths (2 * pairs,) with which the mean log-probability of a sequence
     without tokens, and every gradient, are NaN, as in TRL. Its tokens are ignored, and would have no
     gradient: one of them is not."""
     is_empty = lengths == 0
-    if not chunked.has_warned_of_empty_pair:
-        chunked.has_warned_of_empty_pair = True
+    if not session.has_warned_of_empty_pair:
+        session.has_warned_of_empty_pair = True
         pairs = (is_empty.nonzero()[:, 0] % (len(labels) // 2)).unique().tolist()
-        step = chunked.trainer.state.global_step
+        step = session.trainer.state.global_step
         expected = "tokens in every completion"
         got = f"none for pair {', '.join(map(str, pairs))} of the batch of step {step}"
         remedy = "loss and gradients are NaN, as in TRL: increase max_length, or filter out long prompts"
@@ -67,7 +67,7 @@ def _keep_nan(chunked: ChunkedLoss, labels: Tensor, lengths: Tensor) -> tuple[Te
 
 
 def compute_logps_and_entropy(
-    chunked: ChunkedLoss, original: Callable, arguments: Any
+    session: ChunkedLossSession, original: Callable, arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """Replacement of TRL's `selective_log_softmax_and_entropy`."""
     ids = arguments.index.masked_fill(arguments.row_mask == 0, -100)
@@ -117,8 +117,8 @@ def deferred_divergence(
     student: GatherableLogits, teacher: GatherableLogits, mask: Tensor, num_items: Any = None, **options: Any
 ) -> LossOutput:
     """Compute `DistillationLoss` with these options over the tokens in `mask` (B, T)."""
-    loss = DistillationLoss(logits_budget=student.chunked.logits_budget, **options)
-    return student.chunked.compute(
+    loss = DistillationLoss(logits_budget=student.session.logits_budget, **options)
+    return student.session.compute(
         loss,
         student.hidden,
         student.current_view(),
@@ -135,7 +135,7 @@ def topk_options(support: str, k: int, add_tail: bool) -> dict[str, Any]:
     return {"support": support, "k": k, "topk_mode": "tail" if add_tail else "renormalize"}
 
 
-def compute_jsd(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
+def compute_jsd(session: ChunkedLossSession, original: Callable, arguments: Any) -> Tensor:
     """Replacement of TRL's `generalized_jsd_loss`; IW-OPD's alone has `top_k`."""
     student = arguments.student_logits / arguments.temperature
     teacher = arguments.teacher_logits / arguments.temperature
@@ -190,7 +190,7 @@ def check_distillation_mode(trainer: Any) -> None:
         raise value_error("distillation_topk", expected, top_k, "set it")
 
 
-def compute_self_distillation_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
+def compute_self_distillation_loss(session: ChunkedLossSession, original: Callable, arguments: Any) -> Tensor:
     """Call TRL's loss, with its mask in the student's logits for `compute_token_divergences`, which does not
     receive it."""
     outputs = arguments.distillation_logits
@@ -203,7 +203,7 @@ def compute_self_distillation_loss(chunked: ChunkedLoss, original: Callable, arg
     return original(distillation_logits=replace(outputs, student_logits=student_logits))
 
 
-def compute_token_divergences(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Tensor:
+def compute_token_divergences(session: ChunkedLossSession, original: Callable, arguments: Any) -> Tensor:
     """Replacement of TRL's (B, T) divergences over the whole vocabulary or over the student's top-k ids."""
     options = {"reduction": "none", "beta": float(arguments.distillation_alpha)}
     if hasattr(arguments, "distillation_topk"):

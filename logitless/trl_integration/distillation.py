@@ -16,7 +16,7 @@ from logitless.engine.head_view import HeadView
 from logitless.errors import value_error
 from logitless.models.heads import sharded_head_weight
 
-from .adapter import EVERY_STEP, Adapter, ChunkedLoss, Replacement, unwrapped_base
+from .adapter import EVERY_STEP, Adapter, ChunkedLossSession, Replacement, unwrapped_base
 from .versions import import_from_trl, require_newest_minor
 
 DIVERGENCE_FUNCTION = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
@@ -36,7 +36,7 @@ def make_head_view(arguments: Any, prefix: str = "") -> HeadView:
 
 
 def compute_divergence(
-    chunked: ChunkedLoss, original: Callable, arguments: Any
+    session: ChunkedLossSession, original: Callable, arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replacement of TRL's `_chunked_divergence_loss`.
 
@@ -45,9 +45,9 @@ def compute_divergence(
     """
     student_hidden = arguments.student_hidden_states
     loss = DistillationLoss(
-        beta=arguments.beta, temperature=arguments.temperature, logits_budget=chunked.logits_budget
+        beta=arguments.beta, temperature=arguments.temperature, logits_budget=session.logits_budget
     )
-    output = chunked.compute(
+    output = session.compute(
         loss,
         student_hidden,
         make_head_view(arguments, "student_"),
@@ -60,7 +60,7 @@ def compute_divergence(
     return output.loss, output.metrics["entropy"] * num_tokens, num_tokens
 
 
-def compute_topk_jsd(chunked: ChunkedLoss, original: Callable, arguments: Any) -> tuple[Tensor, ...]:
+def compute_topk_jsd(session: ChunkedLossSession, original: Callable, arguments: Any) -> tuple[Tensor, ...]:
     """Replacement of TRL's `_chunked_jsd_loss`.
 
     Returns:
@@ -79,14 +79,14 @@ def compute_topk_jsd(chunked: ChunkedLoss, original: Callable, arguments: Any) -
         # Per-token losses, which the metrics of several teachers need, cost a second projection.
         reduction="none" if has_several_teachers else "sum",
         logits_dtype=torch.float32,
-        logits_budget=chunked.logits_budget,
+        logits_budget=session.logits_budget,
     )
     candidate_mask = arguments.valid_candidate_mask
     teacher_logps = arguments.teacher_target_logps.masked_fill(~candidate_mask, -torch.inf)
     if has_several_teachers and hasattr(head.weight, "ds_id"):
         # DeepSpeed ZeRO-3 has released the weight again when the backward pass reads it.
         head = head._replace(weight=head.weight.clone())
-    output = chunked.compute(
+    output = session.compute(
         loss, hidden.to(head.dtype), head, teacher_logprobs_topk=(teacher_logps, arguments.target_ids)
     )
     total = output.loss.sum()
@@ -123,7 +123,7 @@ def check_no_tensor_parallel(trainer: Any) -> None:
         raise value_error("model", expected, "one", remedy)
 
 
-def run_original(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
+def run_original(session: ChunkedLossSession, original: Callable, arguments: Any) -> Any:
     """Replacement of TRL's `compute_loss`, which tells the dispatchers whose loss is computed: the arguments
     of the divergence functions do not."""
     return original()

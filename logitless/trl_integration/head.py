@@ -40,7 +40,7 @@ from logitless.models.logits import (
 )
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
-from .adapter import TRAIN, Attach, ChunkedLoss, MakeAttach, swap_attributes
+from .adapter import TRAIN, Attach, ChunkedLossSession, MakeAttach, swap_attributes
 from .forwards import Forwards, check_fused_head, forwards_of
 
 KEY = "trainer"
@@ -64,23 +64,23 @@ class SumOptions:
 class FusedHead:
     """How calls of a model with `fused_lm_head=True` are computed."""
 
-    chunked: ChunkedLoss
+    session: ChunkedLossSession
     compute_fields: ComputeFields
     forwards: Forwards
 
     def autocast(self) -> AbstractContextManager:
         """The autocast context in which TRL runs its fused head and the backbone."""
         if self.forwards.has_outer_autocast:
-            return self.chunked.trainer.accelerator.autocast()
+            return self.session.trainer.accelerator.autocast()
         return nullcontext()
 
 
-def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields]) -> MakeAttach:
+def attach_fused_head(make_compute_fields: Callable[[ChunkedLossSession], ComputeFields]) -> MakeAttach:
     """While it is attached, `model(..., labels=..., fused_lm_head=True)` returns an output with the computed
     fields; every other call runs as before."""
 
-    def make_attach(chunked: ChunkedLoss) -> Attach:
-        compute_fields = make_compute_fields(chunked)
+    def make_attach(session: ChunkedLossSession) -> Attach:
+        compute_fields = make_compute_fields(session)
         fused_head = None
 
         @contextmanager
@@ -90,8 +90,8 @@ def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields
                 # The same object is used in every step, because a compiled graph has a guard on its identity.
                 forwards = forwards_of(model)
                 check_fused_head(forwards)
-                fused_head = FusedHead(chunked, compute_fields, forwards)
-            with _defer_logits(chunked, model), exchanged(model, KEY, _fused_head_forward, fused_head):
+                fused_head = FusedHead(session, compute_fields, forwards)
+            with _defer_logits(session, model), exchanged(model, KEY, _fused_head_forward, fused_head):
                 yield
 
         return attach
@@ -99,13 +99,13 @@ def attach_fused_head(make_compute_fields: Callable[[ChunkedLoss], ComputeFields
     return make_attach
 
 
-def _defer_logits(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextManager:
+def _defer_logits(session: ChunkedLossSession, model: PreTrainedModel) -> AbstractContextManager:
     """Context manager in which the model's head returns deferred logits in calls inside of `deferred`."""
     head = find_head(model)
-    return deferring_head(head, chunked.deferrals.setdefault(head, Deferral()))
+    return deferring_head(head, session.deferrals.setdefault(head, Deferral()))
 
 
-def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
+def check_equal_tokens(session: ChunkedLossSession, model: PreTrainedModel, ids: Tensor | None) -> None:
     """Raise ValueError if the ranks of a tensor-parallel plan have different tokens; checked until the first
     training step is done.
 
@@ -113,7 +113,7 @@ def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor
     each process has its own sequences or its own order of them.
     """
     weight = sharded_head_weight(model)
-    is_verified = TRAIN in chunked.verified_steps
+    is_verified = TRAIN in session.verified_steps
     if weight is None or ids is None or is_verified or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
@@ -121,23 +121,23 @@ def check_equal_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor
     dist.all_gather_object(ids_of_ranks, ids.tolist(), group=group)
     if any(ids_of_rank != ids_of_ranks[0] for ids_of_rank in ids_of_ranks):
         expected = "the same tokens on all ranks of its tensor-parallel plan"
-        got = f"others on each in {type(chunked.trainer).__name__}"
+        got = f"others on each in {type(session.trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have different sequences"
         raise value_error("model", expected, got, remedy)
 
 
-def attach_gatherable_logits(chunked: ChunkedLoss) -> Attach:
+def attach_gatherable_logits(session: ChunkedLossSession) -> Attach:
     """Return an `Attach`. While a model is attached, the `logits` of its outputs are `GatherableLogits` in
     calls inside of `return_gatherable_logits`."""
 
-    state: tuple[ChunkedLoss, Forwards] | None = None
+    state: tuple[ChunkedLossSession, Forwards] | None = None
 
     @contextmanager
     def attach(model: PreTrainedModel) -> Iterator[None]:
         nonlocal state
         if state is None or not state[1].is_current(model):
-            state = chunked, forwards_of(model)
-        with _defer_logits(chunked, model), exchanged(model, KEY, _gatherable_forward, state):
+            state = session, forwards_of(model)
+        with _defer_logits(session, model), exchanged(model, KEY, _gatherable_forward, state):
             yield
 
     return attach
@@ -192,7 +192,7 @@ def _compute_fused_output(
     names: list[str] = []
 
     def compute_values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
-        check_equal_tokens(fused_head.chunked, model, targets)
+        check_equal_tokens(fused_head.session, model, targets)
         options = () if sum_options is None else (sum_options,)
         needs_shift = shift_labels is None
         fields = fused_head.compute_fields(hidden, head, targets.to(hidden.device), needs_shift, *options)
@@ -276,7 +276,7 @@ class GatherableLogits(DeferredLogits):
         loss_mask: (B, T), of the tokens that a self-distillation counts.
     """
 
-    chunked: ChunkedLoss | None = None
+    session: ChunkedLossSession | None = None
     is_normalized: bool = False
     loss_mask: Tensor | None = None
 
@@ -322,12 +322,12 @@ class GatherableLogits(DeferredLogits):
         ids = ids.to(self.device)
         head = self.current_view()
         options = self.budget_option | options
-        with self.chunked.without_offloading():
+        with self.session.without_offloading():
             if ids.dim() < self.dim():
                 statistics, plan = TokenStatistics(**options).statistics(self.hidden, head, ids)
             else:
                 statistics, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsStatistics(**options))
-        self.chunked.record_plan(plan)
+        self.session.record_plan(plan)
         return statistics
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
@@ -341,9 +341,9 @@ class GatherableLogits(DeferredLogits):
         return self.gather(dim, indices)
 
     def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.chunked.without_offloading():
+        with self.session.without_offloading():
             loss = super().cross_entropy(*args, **kwargs)
-        self.chunked.record_plan(self.deferral.last_plan)
+        self.session.record_plan(self.deferral.last_plan)
         return loss
 
     def argmax(self, dim: int) -> Tensor:
@@ -385,28 +385,28 @@ class GatherableLogits(DeferredLogits):
 
 
 @contextmanager
-def return_gatherable_logits(chunked: ChunkedLoss) -> Iterator[None]:
+def return_gatherable_logits(session: ChunkedLossSession) -> Iterator[None]:
     """Context manager in which attached models return gatherable logits, computed under Accelerate's
     autocast, which is otherwise inside of their forward passes."""
-    with swap_attributes(chunked, returns_gatherable_logits=True), chunked.trainer.accelerator.autocast():
+    with swap_attributes(session, returns_gatherable_logits=True), session.trainer.accelerator.autocast():
         yield
 
 
 def _gatherable_forward(
-    model: Any, state: tuple[ChunkedLoss, Forwards], original: Callable, *args: Any, **kwargs: Any
+    model: Any, state: tuple[ChunkedLossSession, Forwards], original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """Forward pass of a model that returns `GatherableLogits`."""
-    chunked, forwards = state
+    session, forwards = state
     # TRL's fused head computes the loss of another trainer of this model.
-    if not chunked.returns_gatherable_logits or kwargs.get("fused_lm_head"):
+    if not session.returns_gatherable_logits or kwargs.get("fused_lm_head"):
         return original(*args, **kwargs)
     kwargs |= accepted(forwards.keywords, use_cache=False, return_dict=True)
     has_labels = kwargs.get("labels") is not None
     if torch.is_grad_enabled():
         check_no_backward_hooks(model.get_output_embeddings(), "model")
-    check_equal_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
+    check_equal_tokens(session, model, kwargs.get("input_ids", args[0] if args else None))
     # The loss of a call with labels is the model's own.
-    with defer_logits(model, chunked.logits_budget, needs_cross_entropy=has_labels):
+    with defer_logits(model, session.logits_budget, needs_cross_entropy=has_labels):
         output = original(*args, **kwargs)
     logits = logits_in(output, model)
     if not isinstance(output, ModelOutput):  # TRL reads its `logits`
@@ -415,17 +415,17 @@ def _gatherable_forward(
     hidden, *parameters = logits.call_with_head(lambda hidden, head: (hidden, head.weight, head.bias))
     # Copies or views, not the parameters: FSDP frees the parameters after the forward pass, and DDP searches
     # the graphs of a model's outputs for used parameters, and does not find one that is itself an output.
-    copy = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
+    copy = torch.clone if session.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
     weight, bias = tree_map_only(Tensor, copy, parameters)
     head = HeadView(weight, bias, of_model=True, in_shards=split_over_vocabulary(weight))
     gatherable_logits = GatherableLogits(
         hidden,
         head,
-        Deferral(logits_budget=chunked.logits_budget),
+        Deferral(logits_budget=session.logits_budget),
         head.shape[0],
         logits.logit_scale,
         logits.softcap,
-        chunked,
+        session,
     )
     fields = dict(output) | {"logits": gatherable_logits}
     if not has_labels:

@@ -17,33 +17,33 @@ from typing import Any
 
 from .versions import import_owner
 
-# The `ChunkedLoss` of the trainer that is computing its loss; None for a trainer without one
+# The `ChunkedLossSession` of the trainer that is computing its loss; None for a trainer without one
 _computing: ContextVar[Any] = ContextVar("_computing", default=None)
 _installed: dict[str, "Installed"] = {}  # by path; never removed, because the user may hold a dispatcher
 _lock = threading.RLock()  # reentrant: garbage may be collected while it is held
 
 
 @contextmanager
-def computing_with(chunked: Any) -> Iterator[None]:
-    """Context manager in which a trainer computes its loss with this `ChunkedLoss`, or with None."""
-    token = _computing.set(chunked)
+def computing_with(session: Any) -> Iterator[None]:
+    """Context manager in which a trainer computes its loss with this `ChunkedLossSession`, or with None."""
+    token = _computing.set(session)
     try:
         yield
     finally:
         _computing.reset(token)
 
 
-def install(path: str, carrier: str | None, chunked: Any) -> Callable[[], None]:
+def install(path: str, carrier: str | None, session: Any) -> Callable[[], None]:
     """Put a dispatcher in the place of TRL's function "module:name" or "module:Class.method".
 
     Args:
         path: the path of the function.
         carrier: as in `Replacement`.
-        chunked: the `ChunkedLoss` that needs the dispatcher.
+        session: the `ChunkedLossSession` that needs the dispatcher.
 
     Returns:
         A function that removes the dispatcher, unless another chunked loss needs it. It is called when
-        `chunked` is garbage, too; a second call has no effect.
+        `session` is garbage, too; a second call has no effect.
     """
     owner, name = import_owner(path)
     with _lock:
@@ -51,7 +51,7 @@ def install(path: str, carrier: str | None, chunked: Any) -> Callable[[], None]:
             _installed[path] = Installed(path, carrier, owner, name)
         _installed[path].users += 1
         _installed[path].put()
-    release = weakref.finalize(chunked, _release, path)
+    release = weakref.finalize(session, _release, path)
     release.atexit = False
     return release
 
@@ -107,27 +107,27 @@ class Installed:
         if not self.users:
             with _lock:
                 self.remove()  # the user has put it back
-        chunked = self._find_chunked_loss(args, kwargs)
-        with self._enter(chunked):
-            if chunked is None:
+        session = self._find_session(args, kwargs)
+        with self._enter(session):
+            if session is None:
                 return self.original(*args, **kwargs)
-            return chunked.call_replacement(self.path, self.original, self.signature, args, kwargs)
+            return session.call_replacement(self.path, self.original, self.signature, args, kwargs)
 
-    def _enter(self, chunked: Any) -> AbstractContextManager:
+    def _enter(self, session: Any) -> AbstractContextManager:
         """The context of a trainer's method: the trainer computes its loss, also one without chunked loss."""
-        if self.carrier != "self" or _computing.get() is chunked:
+        if self.carrier != "self" or _computing.get() is session:
             return nullcontext()
-        return computing_with(None) if chunked is None else chunked.computing()
+        return computing_with(None) if session is None else session.computing()
 
-    def _find_chunked_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _find_session(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.carrier is None:
-            chunked = _computing.get()
+            session = _computing.get()
         else:
             is_positional = len(args) > self.position
             value = args[self.position] if is_positional else kwargs.get(self.carrier)
             is_trainer = self.carrier == "self"
-            chunked = getattr(value, "chunked_loss" if is_trainer else "chunked", None)
-            if is_trainer and chunked is not None and chunked.trainer is not value:
+            session = getattr(value, "chunked_loss" if is_trainer else "session", None)
+            if is_trainer and session is not None and session.trainer is not value:
                 return None  # a shallow copy of the trainer
-        is_replaced = chunked is not None and chunked.is_active and self.path in chunked.adapter.replacements
-        return chunked if is_replaced else None
+        is_replaced = session is not None and session.is_active and self.path in session.adapter.replacements
+        return session if is_replaced else None

@@ -28,7 +28,15 @@ from logitless.exchange import state_of
 from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import WRAPPERS
 
-from .adapter import Adapter, ChunkedLoss, MakeAttach, Replacement, is_from_trl, trl_option, unwrapped_base
+from .adapter import (
+    Adapter,
+    ChunkedLossSession,
+    MakeAttach,
+    Replacement,
+    is_from_trl,
+    trl_option,
+    unwrapped_base,
+)
 from .forwards import forwards_of, fused_head_options
 from .head import KEY, ComputeFields, FusedHead, SumOfTokens, SumOptions, attach_fused_head
 from .versions import require_newest_minor
@@ -36,7 +44,7 @@ from .versions import require_newest_minor
 # --- per-token statistics
 
 
-def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
+def make_per_token_fields(session: ChunkedLossSession, *names: str) -> ComputeFields:
     """Make a function that computes per-token fields of TRL's fused output.
 
     Args:
@@ -48,14 +56,14 @@ def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
         whether position i predicts label i + 1. It returns the fields by name: (B, T), or (B, T - 1) with
         shift. They have a gradient if TRL's have one.
     """
-    trainer = chunked.trainer
+    trainer = session.trainer
     uses_fp32_head = trl_option(trainer, "cast_lm_head_to_fp32", False)
     rounds_to_bf16 = needs_server_rounding(trainer)
     make_with_budget = functools.partial(
         TokenStatistics,
         also=tuple("sum_logits" if name == "mean_logits" else name for name in names if name != "entropy"),
         temperature=trl_option(trainer, "temperature", 1.0),
-        logits_budget=chunked.logits_budget,
+        logits_budget=session.logits_budget,
     )
 
     @functools.cache
@@ -77,14 +85,14 @@ def make_per_token_fields(chunked: ChunkedLoss, *names: str) -> ComputeFields:
         compute = functools.partial(
             _compute_with_autocast, uses_autocast, device_type, head=head, labels=labels, shift=shift
         )
-        with chunked.without_offloading():
+        with session.without_offloading():
             is_recomputed = entropy_mode == "recomputed"
             loss = make_statistics("metric" if is_recomputed else entropy_mode, dtype)
             statistics, plan = compute(loss, hidden)
             if is_recomputed:
                 recompute = functools.partial(compute, make_statistics(True, dtype))
                 statistics["entropy"] = RecomputedEntropy.apply(statistics["entropy"], hidden, recompute)
-        chunked.record_plan(plan)
+        session.record_plan(plan)
         mask = labels != -100
         if shift:
             # TRL's fields have an entry for each label except the first of a row.
@@ -215,10 +223,10 @@ class RecomputedEntropy(torch.autograd.Function):
 def fused_head_attachments(*names: str) -> dict[str, MakeAttach]:
     """Attachments of fused heads to the policy, with the fields `names`, and to the reference."""
 
-    def make_policy_fields(chunked: ChunkedLoss) -> ComputeFields:
-        if getattr(chunked.trainer, "use_weighting", False):
-            return make_per_token_fields(chunked, *names, "log_sum_sq_probs")
-        return make_per_token_fields(chunked, *names)
+    def make_policy_fields(session: ChunkedLossSession) -> ComputeFields:
+        if getattr(session.trainer, "use_weighting", False):
+            return make_per_token_fields(session, *names, "log_sum_sq_probs")
+        return make_per_token_fields(session, *names)
 
     return {
         "model": attach_fused_head(make_policy_fields),
@@ -274,18 +282,18 @@ AsyncGRPO = Adapter(
 # --- SFT
 
 
-def make_sft_fields(chunked: ChunkedLoss) -> ComputeFields:
+def make_sft_fields(session: ChunkedLossSession) -> ComputeFields:
     """Make the function that computes the fields of SFT: sums in calls with `SumOptions`, per-token values in
     other calls."""
-    compute_per_token = make_per_token_fields(chunked, "entropy", "is_top1")
+    compute_per_token = make_per_token_fields(session, "entropy", "is_top1")
 
     def compute_fields(
         hidden: Tensor, head: HeadView, labels: Tensor, shift: bool, sum_options: SumOptions | None = None
     ) -> dict[str, Tensor]:
         if sum_options is None:
             return compute_per_token(hidden, head, labels, shift)
-        loss = _make_sum_loss(sum_options, chunked.logits_budget)
-        output = chunked.compute(loss, hidden, head, labels, shift=shift)
+        loss = _make_sum_loss(sum_options, session.logits_budget)
+        output = session.compute(loss, hidden, head, labels, shift=shift)
         num_tokens = output.metrics["num_tokens"]
         return {
             "log_probs": -output.loss,
@@ -324,12 +332,12 @@ class View:
         setattr(object.__getattribute__(self, "_target_and_values")[0], name, value)
 
 
-def compute_sft_loss(chunked: ChunkedLoss, original: Callable, arguments: Any) -> Any:
+def compute_sft_loss(session: ChunkedLossSession, original: Callable, arguments: Any) -> Any:
     """Run TRL's own `compute_loss` with a fused head that returns sums."""
-    trainer, model = chunked.trainer, arguments.model
+    trainer, model = session.trainer, arguments.model
     check_label_smoothing(trainer)
     options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
-    if not is_attached(chunked, model):
+    if not is_attached(session, model):
         return original()
     # With label smoothing TRL would compute full logits.
     if not options.label_smoothing and has_user_hooks(model):
@@ -359,12 +367,12 @@ def models_inside(model: Any) -> Iterator[nn.Module]:
         model = getattr(model, inside, None) if inside else None
 
 
-def is_attached(chunked: ChunkedLoss, model: Any) -> bool:
+def is_attached(session: ChunkedLossSession, model: Any) -> bool:
     """Whether the model that was passed to `compute_loss` has the fused head of this chunked loss."""
     if not isinstance(model, nn.Module):
         return False
-    states = (state_of(x, KEY) for x in models_inside(chunked.base_model("compute_loss", model)))
-    return any(isinstance(x, FusedHead) and x.chunked is chunked for x in states)
+    states = (state_of(x, KEY) for x in models_inside(session.base_model("compute_loss", model)))
+    return any(isinstance(x, FusedHead) and x.session is session for x in states)
 
 
 def has_user_hooks(model: nn.Module) -> bool:

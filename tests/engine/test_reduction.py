@@ -37,23 +37,26 @@ def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="me
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
 def test_a_mean(compact):
     made, rows = of_cross_entropy(compact=compact)
-    factors, deferred = unit_factors(made, rows, None)
-    own = float(factors.loss["tokens"])
-    assert 0.5 <= own < 1 and math.log2(float(deferred)).is_integer()
-    assert own * float(deferred) == pytest.approx(1 / 3, rel=1e-7)
+    factors = unit_factors(made, rows)
+    assert float(factors.loss["tokens"]) == pytest.approx(1 / 3, rel=1e-7)
     assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3, rel=1e-7)
     # What the host knows stays a Python number, so that nothing is launched for it.
+    deferred = power_of_two(factors.loss["tokens"])
     assert isinstance(deferred, float) == isinstance(factors.loss["tokens"], float) == compact
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
+def test_a_deferred_factor_divides_the_factors_of_the_loss_alone(compact):
+    factors = unit_factors(*of_cross_entropy(compact=compact))
+    deferred = power_of_two(factors.loss["tokens"])
+    divided = factors.divided_by(deferred)
+    assert 0.5 <= float(divided.loss["tokens"]) < 1
+    assert {unit: x * deferred for unit, x in divided.loss.items()} == factors.loss
+    assert divided.metrics is factors.metrics and divided.num_items_unit == factors.num_items_unit
 
 
 def test_a_sum():
     made, rows = of_cross_entropy(reduction="sum")
-    factors, deferred = unit_factors(made, rows, None)
-    assert all(float(x) * float(deferred) == 1 for x in factors.loss.values())
+    factors = unit_factors(made, rows)
+    assert all(float(x) == 1 for x in factors.loss.values())
     assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3)  # metrics are means all the same
-
-
-def test_a_factor_that_is_given_is_kept():
-    made, rows = of_cross_entropy()
-    factors, deferred = unit_factors(made, rows, 0.125)
-    assert deferred == 0.125 and float(factors.loss["tokens"]) * 0.125 == pytest.approx(1 / 3)

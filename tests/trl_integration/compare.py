@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 import logitless.trl_integration as ours
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss
+from logitless.trl_integration.adapter import Adapter, ChunkedLossSession
 
 from .tiny import Run, assert_same_gradients, save, tiny_dataset, tiny_model, tiny_tokenizer, train, words
 
@@ -87,9 +87,9 @@ def adapted(model: PreTrainedModel, **changes: Any) -> peft.PeftModel:
     return peft.get_peft_model(model, peft.LoraConfig(**given))
 
 
-def chunked_loss(logits_budget: int | None = None, **trainer: Any) -> ChunkedLoss:
+def chunked_loss(logits_budget: int | None = None, **trainer: Any) -> ChunkedLossSession:
     """The chunked loss of no trainer of TRL's, but of an object with these attributes."""
-    return ChunkedLoss(SimpleNamespace(**{"args": None} | trainer), Adapter("trl:None"), logits_budget)
+    return ChunkedLossSession(SimpleNamespace(**{"args": None} | trainer), Adapter("trl:None"), logits_budget)
 
 
 def side_by_side(

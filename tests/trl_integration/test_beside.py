@@ -155,8 +155,8 @@ def test_evaluation_and_predictions(folder, monkeypatch, kind):
         trainer.compute_metrics, data = None, trainer.train_dataset.select(range(4))
         torch.manual_seed(0)
         loss = trainer.evaluate(data)["eval_loss"]
-        chunked = vars(trainer).get("chunked_loss")
-        assert chunked is None or "evaluate" in chunked.verified_steps
+        session = vars(trainer).get("chunked_loss")
+        assert session is None or "evaluate" in session.verified_steps
         torch.manual_seed(0)
         trainer.compute_metrics = lambda prediction: {"size": float(prediction.predictions[0].size)}
         predicted = trainer.predict(data)

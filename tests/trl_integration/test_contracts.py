@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from logitless.engine.head_view import HeadView
 from logitless.models.logits import Deferral
 from logitless.trl_integration import distillation
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Replacement
+from logitless.trl_integration.adapter import Adapter, ChunkedLossSession, Replacement
 from logitless.trl_integration.head import GatherableLogits
 from logitless.trl_integration.pairs import ADAPTERS
 
@@ -160,9 +160,9 @@ def same(ours, of_stock, path):
 def in_place_of(stock, function):
     """`stock` as a trainer calls it with the flag on."""
     adapter = Adapter("trl:None", replacements={"name": Replacement(function)})
-    chunked = ChunkedLoss(SimpleNamespace(args=None, last_plan=None), adapter, None)
+    session = ChunkedLossSession(SimpleNamespace(args=None, last_plan=None), adapter, None)
     signature = inspect.signature(stock)
-    return lambda *args, **kwargs: chunked.call_replacement("name", stock, signature, args, kwargs)
+    return lambda *args, **kwargs: session.call_replacement("name", stock, signature, args, kwargs)
 
 
 def test_chunked_divergence_loss():
@@ -201,9 +201,9 @@ def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
 
 def test_gatherable_logits_do_what_trl_does_and_no_more():
     hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8, requires_grad=True)
-    chunked = chunked_loss(last_plan=None)
+    session = chunked_loss(last_plan=None)
     head = HeadView(weight, of_model=True)
-    gatherable = GatherableLogits(hidden, head, Deferral(), 30, logit_scale=2.0, softcap=3.0, chunked=chunked)
+    gatherable = GatherableLogits(hidden, head, Deferral(), 30, logit_scale=2.0, softcap=3.0, session=session)
     logits = 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
     one, several = torch.randint(0, 30, (2, 3, 1)), torch.randint(0, 30, (2, 3, 4))
     for ids in (one, several):
@@ -218,7 +218,7 @@ def test_gatherable_logits_do_what_trl_does_and_no_more():
         again = torch.gather(torch.nn.functional.log_softmax(gatherable[:, 1:-1, :] / 0.7, dim=-1), -1, ids)
         assert torch.equal(again, ours)
     assert torch.equal(gatherable.argmax(dim=-1), logits.argmax(-1))
-    assert chunked.trainer.last_plan is not None
+    assert session.trainer.last_plan is not None
     normalized = torch.log_softmax(gatherable, dim=-1)
     refused = {
         "index": lambda: gatherable[one],

@@ -74,10 +74,10 @@ def unused(trainer) -> None:
     """As it would be if TRL computed its loss elsewhere: only the check is left of what was put on."""
     undo = apply_to(trainer)
     steps = trainer.training_step, trainer.prediction_step
-    chunked = trainer.chunked_loss
-    chunked.attach_functions.clear()
+    session = trainer.chunked_loss
+    session.attach_functions.clear()
     undo()
-    chunked.is_off = False
+    session.is_off = False
     trainer.training_step, trainer.prediction_step, trainer.last_plan = *steps, None
 
 

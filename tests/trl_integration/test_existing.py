@@ -223,10 +223,10 @@ def test_undo_leaves_what_the_user_has_set_since(tmp_path):
     undo = apply_to(trainer)
     ours = trainer.training_step
     trainer.training_step = lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1]
-    chunked = trainer.chunked_loss
+    session = trainer.chunked_loss
     undo()
     trainer.train()
-    assert calls and not chunked.called_replacements
+    assert calls and not session.called_replacements
 
 
 def test_what_apply_to_does_not_take(tmp_path):

@@ -35,7 +35,7 @@ def attach():
     with ExitStack() as stack:
 
         def attached(model, compute_fields=full_logits_fields):
-            stack.enter_context(attach_fused_head(lambda chunked: compute_fields)(CHUNKED)(model))
+            stack.enter_context(attach_fused_head(lambda session: compute_fields)(CHUNKED)(model))
             return stack
 
         yield attached
@@ -89,7 +89,7 @@ def test_the_inner_of_two_heads_is_used_and_both_leave_the_model_as_it_was(attac
     model = tiny_model().eval()
     before = dict(vars(model))
     attach(model, lambda *args: {})
-    with attach_fused_head(lambda chunked: full_logits_fields)(CHUNKED)(model):
+    with attach_fused_head(lambda session: full_logits_fields)(CHUNKED)(model):
         assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
     with pytest.raises(KeyError, match="label_mask"):
         model(IDS, labels=LABELS, fused_lm_head=True)
@@ -136,9 +136,9 @@ def test_zero_3_with_gatherable_logits():
     _, expected = gradients(model, **INPUTS)
     model.zero_grad()
     partition(model.lm_head)
-    chunked = chunked_loss(is_fsdp_enabled=False, last_plan=None)
-    chunked.returns_gatherable_logits = True
-    with attach_gatherable_logits(chunked)(model):
+    session = chunked_loss(is_fsdp_enabled=False, last_plan=None)
+    session.returns_gatherable_logits = True
+    with attach_gatherable_logits(session)(model):
         logits = model(IDS).logits
     assert model.lm_head.weight.numel() == 0
     targets = LABELS[:, 1:]

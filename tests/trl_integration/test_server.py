@@ -53,10 +53,10 @@ def test_rounding(name, dtype, monkeypatch, tmp_path):
     calls = []
     original = per_token.TokenStatistics
     monkeypatch.setattr(per_token, "TokenStatistics", lambda **kw: calls.append(kw) or original(**kw))
-    chunked = SimpleNamespace(
+    session = SimpleNamespace(
         trainer=trainer, logits_budget=None, without_offloading=nullcontext, record_plan=lambda plan: None
     )
-    compute_fields = per_token.make_per_token_fields(chunked, "entropy")
+    compute_fields = per_token.make_per_token_fields(session, "entropy")
     hidden, weight = torch.randn(2, 3, 8, dtype=dtype), torch.randn(20, 8, dtype=dtype)
     compute_fields(hidden, HeadView(weight, None), torch.ones(2, 3, dtype=torch.int64), True)
     rounded = torch.bfloat16 if follows and dtype == torch.bfloat16 else None

@@ -39,7 +39,7 @@ def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
     model = tiny_model()
     model.lm_head.requires_grad_(head_trains)
     add_fused_lm_head(model, outputs=FIELDS)
-    attach = attach_fused_head(lambda chunked: make_per_token_fields(chunked, *FIELDS[1:]))
+    attach = attach_fused_head(lambda session: make_per_token_fields(session, *FIELDS[1:]))
     rtol = 3e-2 if autocast else 1e-4
 
     def numbers():
@@ -159,7 +159,7 @@ def test_what_an_entropy_costs(head_trains, used, products):
     model.lm_head.requires_grad_(head_trains)
     for name in ("entropy",) if used else ("entropy", None):
         names = [] if name is None else [name]
-        attach = attach_fused_head(lambda chunked: make_per_token_fields(chunked, *names))
+        attach = attach_fused_head(lambda session: make_per_token_fields(session, *names))
         with attach(chunked_loss())(model):
             model(IDS, labels=LABELS, fused_lm_head=True)  # which checks the head
             with Counting() as counted:

@@ -50,7 +50,8 @@ class Reader:
     Attributes:
         call: the call of the head.
         rows: the rows that the pass projects.
-        factors: the factors of the loss's terms, in a pass that solves the call; else None.
+        purpose: the kind of the pass.
+        factors: the factors of the loss's terms, in `Pass.SOLVE`; else None.
         reports: the loss and the metrics of each span that was evaluated.
         fused_epilogue: whether one kernel projects a chunk and reads it, without storing its logits.
         keeps_dlogp_dhidden: whether d logp / d hidden is written, and scaled later (strategy cached_grad).
@@ -67,6 +68,7 @@ class Reader:
         self,
         call: HeadCall,
         rows: Rows,
+        purpose: Pass,
         plan: Plan | None,
         factors: Factors | None = None,
         known: Mapping[str, Tensor] | None = None,
@@ -76,6 +78,7 @@ class Reader:
         Args:
             call: the call of the head.
             rows: the rows to project.
+            purpose: the kind of the pass.
             plan: the plan of the pass; None if it projects nothing.
             factors: see the class.
             known: (rows, ...) the statistics by name, in `Pass.GRADIENTS`.
@@ -83,12 +86,13 @@ class Reader:
         """
         self.call = call
         self.rows = rows
+        self.purpose = purpose
         self.factors = factors
         self.reports: list[Report] = []
-        if known is None:
-            self.start(plan)
-        else:
+        if purpose is Pass.GRADIENTS:
             self.resume(known, upstream)
+        else:
+            self.start(plan)
 
     def start(self, plan: Plan) -> None:
         """Prepare a pass that computes statistics: allocate them."""

@@ -43,7 +43,7 @@ class LogitsReader(Reader):
         self.upstream = upstream["values"]
 
     def start(self, plan: Plan) -> None:
-        if self.factors is None:
+        if self.purpose is Pass.STATISTICS:
             call = self.call
             self.factors = _unreduced_factors(call, self.rows)
             self.values = torch.zeros(self.rows.count, dtype=call.stat_dtype, device=call.targets.device)
@@ -83,15 +83,16 @@ class LogitsReader(Reader):
     def read(self, chunk: Chunk, projection: Projection) -> None:
         projection.project(chunk)
         if chunk.reads:
-            self._evaluate(Span(chunk.start, chunk.stop), chunk.logits, chunk if chunk.writes else None)
+            written = chunk if chunk.writes else None
+            self._evaluate_logits(Span(chunk.start, chunk.stop), chunk.logits, written)
 
     def evaluate(self, span: Span) -> None:
         if span.stop == span.start:
-            width = self.call.weight.shape[0]
-            self._evaluate(span, self.call.weight.new_empty((0, width), dtype=self.call.logits_dtype), None)
+            weight = self.call.weight
+            self._evaluate_logits(span, weight.new_empty((0, weight.shape[0]), dtype=self.call.logits_dtype))
 
-    def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
-        """Compute the loss of the logits of a span and, if `written` is a chunk, the gradient."""
+    def _evaluate_logits(self, span: Span, logits: Tensor, written: Chunk | None = None) -> None:
+        """Compute the loss of a span from its logits and, if `written` is its chunk, their gradient."""
         call = self.call
         batch = batch_of(call, self.rows, span)
         if call.loss.teacher:

@@ -52,7 +52,7 @@ class TokenReader(Reader):
     def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
         self.stats = TokenBuffers(**{name: x for name, x in known.items() if name != "predictions"})
         self.grads = TokenBuffers(**upstream)
-        self.fused_epilogue = self.call.fp32_logits and can_fuse_epilogue(self.call, Pass.GRADIENTS)
+        self.fused_epilogue = self.call.fp32_logits and can_fuse_epilogue(self.call, self.purpose)
 
     def start(self, plan: Plan) -> None:
         call = self.call
@@ -68,8 +68,7 @@ class TokenReader(Reader):
         self.keeps_dlogp_dhidden = plan.strategy == "cached_grad"
         of_logps = self.keeps_dlogp_dhidden or tuple(differentiates) == ("logps",)
         self.is_multiple = of_logps and kernels.single_pass(call.dtype)
-        purpose = Pass.STATISTICS if self.factors is None else Pass.SOLVE
-        self.fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
+        self.fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, self.purpose)
         if loss.return_predictions:
             self.predictions = torch.empty(count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
