@@ -78,6 +78,8 @@ def split_rows_kernel(
     begin = part * LENGTH
     end = tl.minimum(begin + LENGTH, V)
     lane = tl.arange(0, BLOCK)
+    # Issued before the target arrives, although the logits of an ignored row are not needed.
+    upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
     y = tl.load(targets_ptr + row)
     if y == ignore_index:
         if FINISH:
@@ -92,34 +94,50 @@ def split_rows_kernel(
                     tl.store(sum_logits_ptr + row, 0.0)
         return
 
+    has_target = (y >= 0) & (y < V)
+    x_y = tl.load(logits_ptr + y, mask=has_target, other=0.0)
+    z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
+    z_y = tl.where(has_target, z_y, -float("inf"))
+    g_logp = tl.load(g_logp_ptr + row)
+    g_lse = tl.load(g_lse_ptr + row)
+    if SUM:
+        g_sum = tl.load(g_sum_ptr + row)
     if PUBLISH:
-        shift = -1e30
+        z, slope = head_logits(upcoming, logits_ptr, lane, lane < V, gain, squash, cap, False, HAS_SOFTCAP)
+        shift = tl.maximum(tl.max(tl.where(begin + lane < end, z, -float("inf")), 0), -1e30)
         # Without the target, so that 1 - p of a confident token does not cancel.
         rest = tl.zeros([BLOCK], tl.float32)
-        if SUM:
-            weighted = tl.zeros([BLOCK], tl.float32)
-        upcoming = tl.load(
-            logits_ptr + begin + lane, mask=begin + lane < end, other=0.0, eviction_policy="evict_last"
-        )
-        for start in range(begin, end, BLOCK):
-            cols = start + lane
-            mask = cols < end
-            x = upcoming
-            # Prefetch the next block, as in `row_kernel`.
-            upcoming = tl.load(
-                logits_ptr + cols + BLOCK, mask=cols + BLOCK < end, other=0.0, eviction_policy="evict_last"
-            )
-            z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
-            z = tl.where(mask, z, -float("inf"))
-            top = tl.max(z, 0)
-            if top > shift + DRIFT:
-                rest *= tl.exp(shift - top)
-                shift = top
-            rest += tl.where(cols == y, 0.0, exp(z - shift))
+        weighted = tl.zeros([BLOCK], tl.float32)
+        repeats = 1
+        # Once, unless a logit is above the largest one of the first block by more than DRIFT.
+        while repeats > 0:
+            rest = tl.zeros([BLOCK], tl.float32)
+            largest = tl.full([BLOCK], -1e30, tl.float32)
             if SUM:
-                if HAS_WEIGHTS:
-                    z *= tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
-                weighted += tl.where(mask, z, 0.0)
+                weighted = tl.zeros([BLOCK], tl.float32)
+            for start in range(begin, end, BLOCK):
+                cols = start + lane
+                mask = cols < end
+                x = upcoming
+                # Prefetch the next block, as in `row_kernel`.
+                upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < end, other=0.0)
+                z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
+                z = tl.where(mask, z, -float("inf"))
+                largest = tl.maximum(largest, z)
+                e = exp(z - shift)
+                if (y >= start) & (y < start + BLOCK):
+                    e = tl.where(cols == y, 0.0, e)
+                rest += e
+                if SUM:
+                    if HAS_WEIGHTS:
+                        z *= tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
+                    weighted += tl.where(mask, z, 0.0)
+            most = tl.max(largest, 0)
+            repeats = 0
+            if most > shift + DRIFT:
+                shift = most
+                repeats = 1
+                upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
         tl.store(partials_ptr + part, shift)
         tl.store(partials_ptr + PARTS + part, tl.sum(rest, 0))
         if SUM:
@@ -127,13 +145,14 @@ def split_rows_kernel(
     if PUBLISH and FINISH:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="acq_rel") + 1
+    if FINISH:
+        upcoming = tl.load(
+            logits_ptr + begin + lane, mask=begin + lane < end, other=0.0, eviction_policy="evict_first"
+        )
+    if PUBLISH and FINISH:
         while arrived < PARTS:
             arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="acquire")
     if FINISH:
-        has_target = (y >= 0) & (y < V)
-        x_y = tl.load(logits_ptr + y, mask=has_target, other=0.0)
-        z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
-        z_y = tl.where(has_target, z_y, -float("inf"))
         # Loads that bypass the L1 cache, which is not coherent.
         k = tl.arange(0, PADDED)
         shifts = tl.load(partials_ptr + k, mask=k < PARTS, other=-1e30, cache_modifier=".cg")
@@ -149,25 +168,33 @@ def split_rows_kernel(
             if SUM:
                 parts = tl.load(partials_ptr + 2 * PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
                 tl.store(sum_logits_ptr + row, tl.sum(parts, 0))
-        g_logp = tl.load(g_logp_ptr + row)
-        g_lse = tl.load(g_lse_ptr + row)
         scale = (g_lse - g_logp) / total
-        g_y = (g_lse * tl.exp(z_y - top) + g_logp * others) / total
-        if SUM:
-            g_sum = tl.load(g_sum_ptr + row)
         for start in range(begin, end, BLOCK):
             cols = start + lane
             mask = cols < end
-            x = tl.load(logits_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+            x = upcoming
+            upcoming = tl.load(
+                logits_ptr + cols + BLOCK, mask=cols + BLOCK < end, other=0.0, eviction_policy="evict_first"
+            )
             z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
-            g = tl.where(cols == y, g_y, exp(z - top) * scale)
+            g = exp(z - top) * (scale * slope)
             if SUM:
                 if HAS_WEIGHTS:
-                    g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
+                    g += (g_sum * slope) * tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
                 else:
-                    g += g_sum
-            g = (g * slope).to(grad_ptr.dtype.element_ty)
-            tl.store(grad_ptr + cols, g, mask=mask, eviction_policy="evict_first")
+                    g += g_sum * slope
+            tl.store(
+                grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+            )
+        if (y >= begin) & (y < end):
+            g_y = (g_lse * tl.exp(z_y - top) + g_logp * others) / total
+            if SUM:
+                if HAS_WEIGHTS:
+                    g_y += g_sum * tl.load(class_weights_ptr + y)
+                else:
+                    g_y += g_sum
+            tl.debug_barrier()  # after the stores of the loop
+            tl.store(grad_ptr + y, (g_y * slope_y).to(grad_ptr.dtype.element_ty))
 
 
 def runs_on(device: torch.device, V: int) -> bool:

@@ -19,7 +19,7 @@ IGNORED = -100
 pytestmark = pytest.mark.skipif(not uses_triton(DEVICE, torch.float32), reason="a Triton kernel")
 
 
-@pytest.fixture(params=[(32, 2), (64, 1), (2048, 5)], ids=str)
+@pytest.fixture(params=[(32, 2), (512, 5)], ids=str)
 def block(request, monkeypatch):
     """The columns of a block, and the blocks of a part: several parts, and one."""
     from logitless.kernels.head import split_rows_triton
@@ -46,13 +46,20 @@ def expected(logits, targets, grads, transform, class_weights):
     return {name: each.detach().where(supervised, 0.0) for name, each in stats.items()}, gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "names", [("logps",), ("logps", "lse"), ("logps", "lse", "sum_logits")], ids="+".join
+SOFTCAPPED = LogitTransform(5.0, 1.3, 0.7)
+CASES = (
+    (torch.float32, "logps", LogitTransform(), False),
+    (torch.float32, "logps", SOFTCAPPED, False),
+    (torch.float32, "logps lse sum_logits", SOFTCAPPED, True),
+    (torch.bfloat16, "logps lse", LogitTransform(), False),
+    (torch.bfloat16, "logps lse sum_logits", LogitTransform(), False),
+    (torch.float16, "logps lse sum_logits", LogitTransform(1.0, 2.0), True),
 )
-@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(5.0, 1.3, 0.7)], ids=["", "softcap"])
-@pytest.mark.parametrize("is_weighted", [False, True])
+
+
+@pytest.mark.parametrize(("dtype", "names", "transform", "is_weighted"), CASES)
 def test_the_definitions(block, dtype, names, transform, is_weighted):
+    names = names.split()
     N, V = 9, 300
     generator = torch.Generator("cpu").manual_seed(0)
     logits = (4 * torch.randn(N, V, generator=generator, device="cpu")).to(DEVICE, dtype)
@@ -94,7 +101,7 @@ def test_a_confident_token(block):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("column", [0, 150, 299])
+@pytest.mark.parametrize("column", [0, 150])
 def test_not_finite(block, value, column):
     logits = torch.randn(2, 300, device=DEVICE)
     logits[0, column] = value
