@@ -16,7 +16,14 @@ def as_bools(masks: Tensor, columns: int) -> Tensor:
     if masks.dtype == torch.bool:
         return masks
     col = torch.arange(columns, device=masks.device)
-    return (masks[..., col // 128 * 16 + col % 16] >> (col % 128 // 16)) % 2 == 1
+    return (masks[..., col // 8] >> (col % 8)) % 2 == 1
+
+
+def draw_masks(x: Tensor, p: float, count: int) -> Tensor:
+    """The masks (count, N, K) of a projection of x, of bools."""
+    a = torch.zeros(8 * count, x.shape[1], dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape[0], 8 * count)
+    return as_bools(lora_dropout.project(x, p, count, a, 1.0, out), x.shape[1])
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -37,16 +44,16 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 )
 def test_results_and_gradients(rows, columns, ranks, ps, dtype, x_dtype, monkeypatch):
     drawn = []
-    draw_masks = lora_dropout.draw_masks
+    project = lora_dropout.project
 
-    def draw(x, p, count, rank):
-        masks = draw_masks(x, p, count, rank)
-        is_for_kernels = not TWINS and rank <= 128 and dtype != FP32
+    def draw(x, p, count, a, scale, out):
+        masks = project(x, p, count, a, scale, out)
+        is_for_kernels = not TWINS and a.shape[0] // count <= 128 and dtype != FP32
         assert masks.dtype == (torch.uint8 if is_for_kernels else torch.bool)
         drawn.extend(as_bools(masks, columns))
         return masks
 
-    monkeypatch.setattr(lora_dropout, "draw_masks", draw)
+    monkeypatch.setattr(lora_dropout, "project", draw)
     n = len(ranks)
     x = randn(rows, columns + 8, seed=0, dtype=dtype)[:, :columns].to(x_dtype).requires_grad_()
     weights = [randn(12, columns, seed=i + 1, dtype=dtype) for i in range(n)]
@@ -75,7 +82,7 @@ def test_masks_are_random_and_differ():
 
     def draw(seed: int, p: float) -> Tensor:
         torch.manual_seed(seed)
-        return as_bools(lora_dropout.draw_masks(x, p, 3, 8), 200)
+        return draw_masks(x, p, 3)
 
     masks = draw(0, 0.3)
     assert torch.equal(draw(0, 0.3), masks) and not torch.equal(draw(1, 0.3), masks)
@@ -95,23 +102,80 @@ def test_masks_are_random_and_differ():
 def test_the_generator_moves_on():
     x = torch.ones(4, 64, dtype=BF16, device=DEVICE)
     torch.manual_seed(0)
-    first, second = (lora_dropout.draw_masks(x, 0.5, 1, 8) for _ in range(2))
+    first, second = (draw_masks(x, 0.5, 1) for _ in range(2))
     assert not torch.equal(first, second)
 
 
-def test_more_elements_than_32_bits_count(monkeypatch):
-    """Offsets of masks and rows of x are computed with 64 bits: the strides of a view reach far."""
+@pytest.mark.parametrize("trains", ["A", "x"])
+def test_gradients_of_one_operand(trains):
+    x, a, b, w = (
+        randn(*size, seed=i, dtype=BF16) for i, size in enumerate([(40, 136), (4, 136), (8, 4), (8, 136)])
+    )
+    leaf = (a if trains == "A" else x).requires_grad_()
+    layer = lora.LoraProjection(w, None, a, b, 0.7, 0.25)
+    both = [leaf, b.requires_grad_()]
+    torch.manual_seed(0)
+    (result,) = lora.apply_projections(x, [layer])
+    torch.manual_seed(0)
+    (mask,) = draw_masks(x.detach(), 0.25, 1)
+    wide = [each.detach().double().requires_grad_() for each in (x, a, b, w)]
+    expected = wide[0] @ wide[3].t() + (0.7 / 0.75) * (wide[0] * mask) @ wide[1].t() @ wide[2].t()
+    d_y = randn(40, 8, seed=9, dtype=BF16)
+    expected = torch.autograd.grad(expected, [wide[1] if trains == "A" else wide[0], wide[2]], d_y.double())
+    for each, truth in zip(torch.autograd.grad(result, both, d_y), expected, strict=True):
+        assert_close(each, truth, 2e-2)
+
+
+def test_pieces_of_rows_and_members(monkeypatch):
+    """Gradients are sums over pieces of the rows; large ranks take a launch for some of the projections."""
     if TWINS:
         pytest.skip("of the kernels")
     from logitless.layers import lora_dropout_triton
 
-    seen = {}
-    monkeypatch.setattr(lora_dropout_triton, "multiprocessors", lambda device: seen.setdefault("n", 1))
-    x = randn(200, 130, seed=0, dtype=BF16)
-    masks = lora_dropout.draw_masks(x, 0.5, 2, 4)
-    d_h = randn(200, 8, seed=1, dtype=BF16)
-    actual = lora_dropout.weight_gradient(d_h, x, masks, FP32)
-    kept = as_bools(masks, 130)
-    expected = [part.double().t() @ (x.double() * m) for part, m in zip(d_h.chunk(2, 1), kept)]
-    assert seen and actual.dtype == FP32
+    monkeypatch.setattr(lora_dropout_triton, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(lora_dropout_triton, "MAX_HEIGHT", 32)
+    x, a, d_h = (
+        randn(*size, seed=i, dtype=BF16) for i, size in enumerate([(200, 130), (12, 130), (200, 12)])
+    )
+    d_x = randn(200, 130, seed=3, dtype=FP32)
+    masks = lora_dropout.project(x, 0.5, 3, a, 1.0, torch.empty_like(d_h))
+    parts = list(zip(d_h.chunk(3, 1), a.chunk(3), as_bools(masks, 130)))
+    expected = d_x.double() + sum(mask * (part.double() @ each.double()) for part, each, mask in parts)
+    actual = lora_dropout.backward(d_h, x, d_x, masks, a, FP32)
+    assert actual.dtype == FP32
+    assert_close(d_x, expected, 1e-5)
+    expected = [part.double().t() @ (x.double() * mask) for part, _, mask in parts]
     assert_close(actual, torch.cat(expected), 1e-5)
+
+
+def test_random_numbers_of_the_host(monkeypatch):
+    """With the seed and the offset of a generator as numbers, masks are those of a seed on the device."""
+    if TWINS:
+        pytest.skip("of the kernels")
+    from logitless.layers import lora_dropout_triton
+
+    x = torch.ones(40, 200, dtype=BF16, device=DEVICE)
+    halves = lora_dropout_triton._halves
+
+    def draw(seed: int, offset: int, count: int, *, on_host: bool = True) -> Tensor:
+        number = None if on_host else torch.tensor(seed, device=DEVICE)
+        state = number, *halves(seed if on_host else 0), *halves(offset)
+        monkeypatch.setattr(lora_dropout_triton, "_random_state", lambda x, count: state)
+        return draw_masks(x, 0.5, count)
+
+    seed = 2**63 - 2**31 - 5
+    first = draw(seed, 0, 2)
+    assert torch.equal(first, draw(seed, 0, 2, on_host=False))
+    assert torch.equal(first[1], draw(seed, 1, 1)[0])  # a mask is an offset
+    others = [draw(seed + 1, 0, 1), draw(seed + 2**32, 0, 1), draw(seed, 2**31, 1), draw(seed, 2**32, 1)]
+    assert all(((first[0] == each).float().mean() - 0.5).abs() < 0.05 for each in others)
+
+
+def test_the_state_of_a_generator():
+    """Masks of a call take offsets that no other call takes."""
+    if TWINS:
+        pytest.skip("of the kernels")
+    from logitless.layers.lora_dropout_triton import _halves
+
+    assert _halves(5) == (5, 0) and _halves(2**31) == (-(2**31), 0) and _halves(2**64 - 1) == (-1, -1)
+    assert _halves(2**32 + 7) == (7, 1)
