@@ -339,23 +339,23 @@ def _random_state(x: Tensor, count: int) -> tuple[Tensor | None, int, int, int, 
     device.
 
     Returns:
-        (seed on the device or None, lower and upper half of the seed, lower and upper half of the offset).
+        (seed on the device or None, the halves of the seed, the offset of the first mask in 31 bits and the
+        rest of it).
     """
     if x.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return x.new_empty((), dtype=torch.int64).random_(), 0, 0, 0, 0
     generator = torch.cuda.default_generators[x.device.index]
-    offset = generator.get_offset()
-    generator.set_offset(offset + 4 * count)  # a multiple of 4
-    return None, *_halves(generator.initial_seed()), *_halves(offset // 4)
+    offset = generator.get_offset()  # a multiple of 4
+    generator.set_offset(offset + 4 * count)
+    offset >>= 2
+    return None, *_halves(generator.initial_seed()), offset & 0x7FFFFFFF, offset >> 31
 
 
-def _halves(number: int) -> tuple[int, int]:
-    """Return the lower and the upper 32 bits of a number, each as a signed integer of 32 bits."""
-    return _signed(number & 0xFFFFFFFF), _signed(number >> 32 & 0xFFFFFFFF)
-
-
-def _signed(word: int) -> int:
-    return word - (word >> 31 << 32)
+@functools.lru_cache
+def _halves(seed: int) -> tuple[int, int]:
+    """Return the lower and the upper 32 bits, each as a signed integer."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 @functools.cache

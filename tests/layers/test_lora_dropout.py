@@ -1,5 +1,7 @@
 """Dropout of LoRA projections: products with masks against fp64, and the masks themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -157,25 +159,45 @@ def test_random_numbers_of_the_host(monkeypatch):
     x = torch.ones(40, 200, dtype=BF16, device=DEVICE)
     halves = lora_dropout_triton._halves
 
-    def draw(seed: int, offset: int, count: int, *, on_host: bool = True) -> Tensor:
+    def draw(seed: int, offset: tuple[int, int], count: int, *, on_host: bool = True) -> Tensor:
         number = None if on_host else torch.tensor(seed, device=DEVICE)
-        state = number, *halves(seed if on_host else 0), *halves(offset)
+        state = number, *halves(seed if on_host else 0), *offset
         monkeypatch.setattr(lora_dropout_triton, "_random_state", lambda x, count: state)
         return draw_masks(x, 0.5, count)
 
     seed = 2**63 - 2**31 - 5
-    first = draw(seed, 0, 2)
-    assert torch.equal(first, draw(seed, 0, 2, on_host=False))
-    assert torch.equal(first[1], draw(seed, 1, 1)[0])  # a mask is an offset
-    others = [draw(seed + 1, 0, 1), draw(seed + 2**32, 0, 1), draw(seed, 2**31, 1), draw(seed, 2**32, 1)]
+    first = draw(seed, (0, 0), 2)
+    assert torch.equal(first, draw(seed, (0, 0), 2, on_host=False))
+    assert torch.equal(first[1], draw(seed, (1, 0), 1)[0])  # a mask is an offset
+    others = [(seed + 1, (0, 0)), (seed + 2**32, (0, 0)), (seed, (0, 1)), (seed, (2**31 - 1, 0))]
+    others = [draw(*state, 1) for state in others]
     assert all(((first[0] == each).float().mean() - 0.5).abs() < 0.05 for each in others)
 
 
-def test_the_state_of_a_generator():
-    """Masks of a call take offsets that no other call takes."""
+def test_a_generator_of_a_gpu_moves_on_by_four_for_each_mask(monkeypatch):
     if TWINS:
         pytest.skip("of the kernels")
-    from logitless.layers.lora_dropout_triton import _halves
+    from logitless.layers.lora_dropout_triton import _random_state
 
-    assert _halves(5) == (5, 0) and _halves(2**31) == (-(2**31), 0) and _halves(2**64 - 1) == (-1, -1)
-    assert _halves(2**32 + 7) == (7, 1)
+    offsets = []
+    generator = SimpleNamespace(
+        get_offset=lambda: 4 * (2**31 + 5), set_offset=offsets.append, initial_seed=lambda: 2**64 - 2**31
+    )
+    monkeypatch.setattr(torch.cuda, "default_generators", [None, generator])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x = SimpleNamespace(device=torch.device("cuda", 1))
+    assert _random_state(x, 3) == (None, -(2**31), -1, 5, 1)
+    assert offsets == [4 * (2**31 + 8)]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs")
+def test_a_graph_draws_new_masks_in_every_replay():
+    x = torch.ones(40, 200, dtype=BF16, device=DEVICE)
+    draw_masks(x, 0.5, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        masks = draw_masks(x, 0.5, 2)
+    graph.replay()
+    first = masks.clone()
+    graph.replay()
+    assert not torch.equal(first, masks)
