@@ -45,19 +45,21 @@ def draw_bits(row, byte, low, high, k0, k1, threshold):
     zero = c0 * 0
     c1 = zero + byte.to(tl.uint32)[None, :]
     words = tl.philox_impl(c0, c1, zero + low, zero + high, k0, k1, ROUNDS)
-    # The results of the four lower bits of each m, if the bits below them are smaller, and if they are not.
+    # Whether the four bits of each m are at least those of the threshold, if the bits below them are smaller
+    # than the threshold's, and if they are not.
     smaller = zero
     larger = zero | 0xFFFFFFFF
     for j in tl.static_range(4):
-        ones = (threshold >> j) & 0x1111
-        ones = (ones | (ones << 4) | (ones << 8) | (ones << 12)) & 0x01010101
+        bit = threshold >> j
+        ones = (bit & 1) | (bit << 4 & 0x100) | (bit << 8 & 0x10000) | (bit << 12 & 0x1000000)
         # All ones in the bytes m of which bit 4 m + j of the threshold is 0.
         zeros = (ones * 255) ^ 0xFFFFFFFF
         smaller = (words[j] & smaller) | (zeros & (words[j] | smaller))
         larger = (words[j] & larger) | (zeros & (words[j] | larger))
-    bits = larger
-    for m in tl.static_range(1, 4):
-        bits = (smaller >> (8 * m)) | ((larger >> (8 * m)) & bits)
+    # The same for eight bits, in bytes 0 and 2.
+    both_smaller = (smaller >> 8) | ((larger >> 8) & smaller)
+    both_larger = (smaller >> 8) | ((larger >> 8) & larger)
+    bits = (both_smaller >> 16) | ((both_larger >> 16) & both_larger)
     return (bits & 0xFF).to(tl.uint8)
 
 

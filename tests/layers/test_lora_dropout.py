@@ -174,6 +174,36 @@ def test_random_numbers_of_the_host(monkeypatch):
     assert all(((first[0] == each).float().mean() - 0.5).abs() < 0.05 for each in others)
 
 
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Philox4x32 with 7 rounds, from the paper."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(7):
+        (high0, low0), (high2, low2) = divmod(0xD2511F53 * c0, 2**32), divmod(0xCD9E8D57 * c2, 2**32)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def test_masks_are_comparisons_of_random_numbers(monkeypatch):
+    """Each element has a number of 16 bits; those of eight columns share 128 random bits."""
+    if TWINS:
+        pytest.skip("of the kernels")
+    from logitless.layers import lora_dropout_triton
+
+    monkeypatch.setattr(lora_dropout_triton, "_random_state", lambda x, count: (None, -7, 9, 2**31 - 1, 3))
+    x = torch.ones(33, 136, dtype=BF16, device=DEVICE)
+    member, row, col = torch.cartesian_prod(torch.arange(2), torch.arange(33), torch.arange(136)).T
+    numbers = []
+    for m, r, c in zip(member.tolist(), row.tolist(), col.tolist()):
+        if c % 8 == 0:
+            words = philox((r, c // 8, 2**31 - 1 + m, 3), (2**32 - 7, 9))
+        bits = [words[k % 4] >> (8 * (k // 4) + c % 8) & 1 for k in range(16)]
+        numbers.append(sum(bit << k for k, bit in enumerate(bits)))
+    numbers = torch.tensor(numbers, device=DEVICE).view(2, 33, 136)
+    for threshold in (1, 255, 256, 3277, 4096, 40000, 65535):
+        assert torch.equal(draw_masks(x, threshold / 2**16, 2), numbers >= threshold), threshold
+
+
 def test_a_generator_of_a_gpu_moves_on_by_four_for_each_mask(monkeypatch):
     if TWINS:
         pytest.skip("of the kernels")
