@@ -268,7 +268,9 @@ def backward(
     padded = _padded(height // count)
     step = max(1, MAX_HEIGHT // padded)
     tiles = cdiv(columns, TILE.value)
-    pieces = max(1, (3 if padded * min(count, step) <= 16 else 2) * multiprocessors(d_h.device) // tiles)
+    # As many programs as a multiprocessor has registers for, or an integer multiple of them.
+    programs = 3 if padded * min(count, step) <= 16 else 2
+    pieces = max(1, programs * multiprocessors(d_h.device) // tiles)
     piece = cdiv(cdiv(rows, pieces), BLOCK) * BLOCK
     pieces = cdiv(rows, piece)
     sums, x_stride = None, 0

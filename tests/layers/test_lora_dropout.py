@@ -150,6 +150,19 @@ def test_pieces_of_rows_and_members(monkeypatch):
     assert_close(actual, torch.cat(expected), 1e-5)
 
 
+def test_rows_that_are_far_apart_are_copied():
+    """Offsets within a block of rows have 32 bits."""
+    if TWINS:
+        pytest.skip("of the kernels")
+    from logitless.layers.lora_dropout_triton import _strided
+
+    x = torch.zeros(2**24 + 136, dtype=BF16, device=DEVICE)
+    for stride, expected in ((2**24, 2**24), (2**24 + 8, 128)):
+        rows = x.as_strided((2, 128), (stride, 1))
+        copied, copied_stride = _strided(rows)
+        assert torch.equal(copied, rows) and copied_stride == copied.stride(0) == expected
+
+
 def test_random_numbers_of_the_host(monkeypatch):
     """With the seed and the offset of a generator as numbers, masks are those of a seed on the device."""
     if TWINS:
