@@ -313,8 +313,7 @@ class _Projections(torch.autograd.Function):
         h = rows.new_empty(rows.shape[0], a.shape[0])
         masks = None
         if p:
-            masks = lora_dropout.draw_masks(rows, p, n, a.shape[0] // n)
-            lora_dropout.project(rows, masks, a, scale, h)
+            masks = lora_dropout.project(rows, p, n, a, scale, h)
         else:
             scaled_product(rows, a.t(), scale, h)
         results = []
@@ -368,22 +367,22 @@ class _Projections(torch.autograd.Function):
             if needs_x:
                 accumulate(d_x, transposed, _as_matrix(members[i], d_y.dtype), first=is_first)
                 is_first = False
-        transposed = d_h.t()
-        if any(needs_a):
-            rows, dtype = x.reshape(-1, ctx.shape[-1]), members[0].a.dtype
-            if masks is None:
+        rows = x.reshape(-1, ctx.shape[-1]) if any(needs_a) else None
+        dtype, gradients = members[0].a.dtype, None
+        if masks is None:
+            transposed = d_h.t()
+            if rows is not None:
                 gradients = product(transposed, rows, dtype)
-            else:
-                gradients = lora_dropout.weight_gradient(d_h, rows, masks, dtype)
+            if needs_x:
+                accumulate(d_x, transposed, a, first=False)
+        elif rows is not None or needs_x:
+            gradients = lora_dropout.backward(d_h, rows, d_x, masks, a, dtype)
+        if gradients is not None:
             # A projection whose result is not used has no gradient, not zeros: AdamW would decay its A.
             for i, gradient in enumerate(_chunks(gradients, n, 0)):
                 if needs_a[i] and grads[i] is not None:
                     d_a[i] = gradient
         if needs_x:
-            if masks is None:
-                accumulate(d_x, transposed, a, first=False)
-            else:
-                lora_dropout.add_input_gradient(d_x, d_h, masks, a)
             d_x = d_x.view(ctx.shape)
         d_inputs = (None, d_x) if needs_uncast else (d_x, None)
         return *d_inputs, None, *d_a, *d_b

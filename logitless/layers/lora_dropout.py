@@ -17,60 +17,47 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_RANK = 128
 
 
-def draw_masks(x: Tensor, p: float, count: int, rank: int) -> Tensor:
-    """Return masks of x (N, K), whose elements are 1 with probability 1 - p: bools (count, N, K), or bits.
+def project(x: Tensor, p: float, count: int, a: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Draw `count` masks of x (N, K), whose elements are 1 with probability 1 - p.
 
-    Args:
-        rank: rows of A of each projection.
+    Write scale * (x * m_i) @ A_i' to r columns of `out` each; `a` has all A_i (r, K) below each other.
+
+    Returns:
+        the masks: bools (count, N, K), or bits.
     """
-    if x.dtype in HALF_DTYPES and rank <= MAX_RANK and all_triton(x):
+    if x.dtype in HALF_DTYPES and a.shape[0] <= MAX_RANK * count and all_triton(x):
         from logitless.layers import lora_dropout_triton
 
         with on_device(x):
-            return lora_dropout_triton.draw_bits(x, p, count)
+            return lora_dropout_triton.project(x, p, count, a, scale, out)
     masks = torch.empty(count, *x.shape, dtype=torch.bool, device=x.device)
-    for mask in masks:
+    for mask, each, part in zip(masks, a.chunk(count), out.chunk(count, 1)):
         mask.bernoulli_(1 - p)
+        scaled_product(x * mask, each.t(), scale, part)
     return masks
 
 
-def project(x: Tensor, masks: Tensor, a: Tensor, scale: float, out: Tensor) -> None:
-    """Write scale * (x * m_i) @ A_i' to r columns of `out` each; `a` has all A_i (r, K) below each other."""
-    if _are_bits(masks):
+def backward(
+    d_h: Tensor, x: Tensor | None, d_x: Tensor | None, masks: Tensor, a: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Add m_i * (d_h_i @ A_i) of all i to d_x, unless it is None.
+
+    Returns:
+        the gradients of all A_i below each other, in `dtype`; None if x is None.
+    """
+    if masks.dtype == torch.uint8:
         from logitless.layers import lora_dropout_triton
 
-        with on_device(x):
-            return lora_dropout_triton.project(x, masks, a, scale, out)
+        with on_device(d_h):
+            return lora_dropout_triton.backward(d_h, x, d_x, masks, a, dtype)
     count = masks.shape[0]
-    for mask, each, part in zip(masks, a.chunk(count), out.chunk(count, 1)):
-        scaled_product(x * mask, each.t(), scale, part)
-
-
-def weight_gradient(d_h: Tensor, x: Tensor, masks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradients of all A_i below each other."""
-    if _are_bits(masks):
-        from logitless.layers import lora_dropout_triton
-
-        with on_device(x):
-            return lora_dropout_triton.weight_gradient(d_h, x, masks).to(dtype)
-    parts = d_h.chunk(masks.shape[0], 1)
-    return torch.cat([product(part.t(), x * mask, dtype) for part, mask in zip(parts, masks)])
-
-
-def add_input_gradient(d_x: Tensor, d_h: Tensor, masks: Tensor, a: Tensor) -> None:
-    """d_x += sum over i of m_i * (d_h_i @ A_i)."""
-    if _are_bits(masks):
-        from logitless.layers import lora_dropout_triton
-
-        with on_device(d_x):
-            return lora_dropout_triton.add_input_gradient(d_x, d_h, masks, a)
-    count = masks.shape[0]
+    gradients = []
     for mask, part, each in zip(masks, d_h.chunk(count, 1), a.chunk(count)):
-        d_x.addcmul_(product(part, each, part.dtype), mask)
-
-
-def _are_bits(masks: Tensor) -> bool:
-    return masks.dtype == torch.uint8
+        if x is not None:
+            gradients.append(product(part.t(), x * mask, dtype))
+        if d_x is not None:
+            d_x.addcmul_(product(part, each, part.dtype), mask)
+    return torch.cat(gradients) if gradients else None
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:

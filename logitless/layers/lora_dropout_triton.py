@@ -1,10 +1,11 @@
-"""Triton kernels of `lora_dropout.py`.
+"""Triton kernels of `lora_dropout.py`: one for the forward pass, one for the backward pass.
 
-A program computes one projection; programs with consecutive numbers compute those of one input, so that x is
-read once from memory, and from the cache for the other projections. Programs that add to d_x loop over them.
+The kernel of the forward pass draws the masks. One of its programs computes one projection; programs with
+consecutive numbers compute those of one input, so that x is read once from memory, and from the cache for the
+other projections. The kernel of the backward pass reads x and the masks and changes d_x once, for all
+projections of one input: a program has a tile of columns and loops over a piece of the rows.
 
-Byte k of a row of bits has those of the columns 128 (k // 16) + k % 16 + 16 j, with j from 0 to 7: threads
-with neighbouring columns read neighbouring bytes, and a tile of 128 columns reads 16 of them.
+Byte k of a row of bits has those of the columns 8 k to 8 k + 7, which are registers of one thread.
 """
 
 import functools
@@ -14,71 +15,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import cached_launch
+from logitless.kernels.launch import BoundLaunch, cached_launch
 from logitless.kernels.operands import as_rows, cdiv, multiprocessors
 
-RUN = tl.constexpr(16)
-TILE = tl.constexpr(8 * 16)
-BLOCK = 64  # rows
-BYTES = 1024  # of a program that draws bits
+TILE = tl.constexpr(128)  # columns
+TILE_BYTES = tl.constexpr(16)
+BLOCK = 32  # rows
+# Offsets within a block of rows have 32 bits.
+MAX_STRIDE = 2**24
 # Philox4x32 with 7 rounds passes all tests of BigCrush: Salmon et al., Parallel Random Numbers: As Easy as
 # 1, 2, 3, 2011, https://doi.org/10.1145/2063384.2063405.
 ROUNDS = tl.constexpr(7)
-# Padded rank -> stages of the loads, so that their tiles fit into shared memory.
+# Padded rank -> stages of the loads of the forward pass, so that their tiles fit into shared memory.
 STAGES = {16: 3, 32: 3, 64: 2, 128: 1}
+# Most rows of A, padded, in a program of the backward pass, which keeps their gradients in registers.
+MAX_HEIGHT = 96
+# For more than 32 rows of A. On AMD GPUs, warps have 64 threads.
+WARPS = 4 if torch.version.hip else 8
 
 
 @triton.jit
-def pair_of_bits(word, threshold, SHIFT: tl.constexpr):
-    """Return the bits SHIFT and SHIFT + 1: whether each half of a random word is at least the threshold."""
-    low = ((word & 0xFFFF) >= threshold).to(tl.uint32)
-    high = ((word >> 16) >= threshold).to(tl.uint32)
-    return (low << SHIFT) | (high << (SHIFT + 1))
+def draw_bits(row, byte, low, high, k0, k1, threshold):
+    """Return eight bits for each row and byte: whether random numbers of 16 bits are at least the threshold.
+
+    The numbers are compared bit by bit, all eight at once: bit 4 m + j of the numbers is byte m of the random
+    word j.
+    """
+    c0 = row.to(tl.uint32)[:, None] + tl.zeros_like(byte).to(tl.uint32)[None, :]
+    zero = c0 * 0
+    c1 = zero + byte.to(tl.uint32)[None, :]
+    words = tl.philox_impl(c0, c1, zero + low, zero + high, k0, k1, ROUNDS)
+    # Whether the four bits of each m are at least those of the threshold, if the bits below them are smaller
+    # than the threshold's, and if they are not.
+    smaller = zero
+    larger = zero | 0xFFFFFFFF
+    for j in tl.static_range(4):
+        bit = threshold >> j
+        ones = (bit & 1) | (bit << 4 & 0x100) | (bit << 8 & 0x10000) | (bit << 12 & 0x1000000)
+        # All ones in the bytes m of which bit 4 m + j of the threshold is 0.
+        zeros = (ones * 255) ^ 0xFFFFFFFF
+        smaller = (words[j] & smaller) | (zeros & (words[j] | smaller))
+        larger = (words[j] & larger) | (zeros & (words[j] | larger))
+    # The same for eight bits, in bytes 0 and 2.
+    both_smaller = (smaller >> 8) | ((larger >> 8) & smaller)
+    both_larger = (smaller >> 8) | ((larger >> 8) & larger)
+    bits = (both_smaller >> 16) | ((both_larger >> 16) & both_larger)
+    return (bits & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def kept(bits, ROWS: tl.constexpr):
+    """Return which elements of a tile of 128 columns the bits keep."""
+    each = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return tl.reshape(each, (ROWS, TILE)) != 0
 
 
 @cached_launch
-@triton.jit
-def draw_bits_kernel(bits_ptr, seed_ptr, size, threshold, BYTES: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    low = index.to(tl.uint32)
-    zero = low * 0
-    threshold = threshold.to(tl.uint32)
-    # 128 random bits a byte: 16 for each of its bits.
-    a, b, c, d = tl.philox(tl.load(seed_ptr), low, (index >> 32).to(tl.uint32), zero, zero, ROUNDS)
-    bits = pair_of_bits(a, threshold, 0) | pair_of_bits(b, threshold, 2)
-    bits |= pair_of_bits(c, threshold, 4) | pair_of_bits(d, threshold, 6)
-    tl.store(bits_ptr + index, bits.to(tl.uint8), mask=index < size)
-
-
-@triton.jit
-def load_kept(bits_ptr, row, col, inside, row_bytes):
-    """Return which elements of the tile (row, col) a mask keeps."""
-    byte = (col // TILE) * RUN + col % RUN
-    bits = tl.load(bits_ptr + row[:, None] * row_bytes + byte[None, :], mask=inside, other=0)
-    return ((bits.to(tl.int32) >> ((col % TILE) // RUN)[None, :]) & 1) != 0
-
-
-@triton.jit
-def load_dropped(x_ptr, bits_ptr, row, col, rows, columns, x_stride, row_bytes):
-    """Return the tile (row, col) of x * mask."""
-    inside = (row < rows)[:, None] & (col < columns)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0)
-    return tl.where(load_kept(bits_ptr, row, col, inside, row_bytes), x, tl.zeros_like(x))
-
-
-@cached_launch
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(
+    do_not_specialize=["rows", "seed_low", "seed_high", "offset_low", "offset_high", "threshold"],
+)
 def dropout_project_kernel(
     x_ptr,
     bits_ptr,
     a_ptr,
     h_ptr,
+    seed_ptr,  # or None: then the next two numbers are the seed
+    seed_low,
+    seed_high,
+    offset_low,
+    offset_high,
+    threshold,
     scale,
     x_stride,
-    h_stride,
     rows,
     columns,
-    row_bytes,
     members,
     rank,
     BLOCK: tl.constexpr,
@@ -86,186 +96,270 @@ def dropout_project_kernel(
     STAGES: tl.constexpr,
 ):
     member = tl.program_id(0) % members
-    row = (tl.program_id(0) // members).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) // members * BLOCK
+    row = tl.arange(0, BLOCK)
+    col = tl.arange(0, TILE)
+    byte = tl.arange(0, TILE_BYTES)
     r = tl.arange(0, RANK)
-    bits_ptr += member.to(tl.int64) * rows * row_bytes
+    is_row = row < rows - first
+    row_bytes = tl.cdiv(columns, TILE) * TILE_BYTES
+    x_ptr += first.to(tl.int64) * x_stride
+    bits_ptr += (member.to(tl.int64) * rows + first) * row_bytes
     a_ptr += member.to(tl.int64) * rank * columns
+    h_ptr += (first.to(tl.int64) * members + member) * rank
+    x_offset = row[:, None] * x_stride + col[None, :]
+    # Without this, a thread would store several neighbouring bytes, and draw their bits once more for it.
+    bits_offset = tl.multiple_of(row[:, None] * row_bytes + byte[None, :], (1, 1))
+    a_offset = r[None, :] * columns + col[:, None]
+    k0 = seed_low.to(tl.uint32)
+    k1 = seed_high.to(tl.uint32)
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
+        k0 = seed.to(tl.uint32)
+        k1 = (seed >> 32).to(tl.uint32)
+    low = (offset_low + member).to(tl.uint32)
+    high = offset_high.to(tl.uint32)
     h = tl.zeros((BLOCK, RANK), tl.float32)
     for start in tl.range(0, columns, TILE, num_stages=STAGES):
-        col = start + tl.arange(0, TILE)
-        x = load_dropped(x_ptr, bits_ptr, row, col, rows, columns, x_stride, row_bytes)
-        inside = (col < columns)[:, None] & (r < rank)[None, :]
-        a = tl.load(a_ptr + r[None, :] * columns + col[:, None], mask=inside, other=0.0)
-        h = tl.dot(x, a, h)
-    out = h_ptr + row[:, None] * h_stride + (member * rank + r)[None, :]
-    tl.store(out, (scale * h).to(h_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (r < rank)[None, :])
+        is_col = col < columns - start
+        x = tl.load(x_ptr + start + x_offset, mask=is_row[:, None] & is_col[None, :], other=0.0)
+        first_byte = start // 8
+        bits = draw_bits(first + row, first_byte + byte, low, high, k0, k1, threshold.to(tl.uint32))
+        tl.store(bits_ptr + first_byte + bits_offset, bits, mask=is_row[:, None])
+        a = tl.load(a_ptr + start + a_offset, mask=is_col[:, None] & (r < rank)[None, :], other=0.0)
+        h = tl.dot(tl.where(kept(bits, BLOCK), x, tl.zeros_like(x)), a, h)
+    out = (scale * h).to(h_ptr.dtype.element_ty)
+    tl.store(
+        h_ptr + row[:, None] * (members * rank) + r[None, :], out, mask=is_row[:, None] & (r < rank)[None, :]
+    )
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["rows", "piece"])
-def dropout_weight_kernel(
-    x_ptr,
-    bits_ptr,
-    d_h_ptr,
-    pieces_ptr,
-    x_stride,
-    d_h_stride,
-    rows,
-    columns,
-    row_bytes,
-    members,
-    rank,
-    piece,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    member = tl.program_id(0) % members
-    tiles = tl.cdiv(columns, TILE)
-    col = tl.program_id(0) // members % tiles * TILE + tl.arange(0, TILE)
-    number = tl.program_id(0) // members // tiles
-    r = tl.arange(0, RANK)
-    bits_ptr += member.to(tl.int64) * rows * row_bytes
-    first = number * piece
-    total = tl.zeros((RANK, TILE), tl.float32)
-    for start in tl.range(first, tl.minimum(first + piece, rows), BLOCK, num_stages=STAGES):
-        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        x = load_dropped(x_ptr, bits_ptr, row, col, rows, columns, x_stride, row_bytes)
-        inside = (row < rows)[None, :] & (r < rank)[:, None]
-        d_h = tl.load(
-            d_h_ptr + row[None, :] * d_h_stride + (member * rank + r)[:, None], mask=inside, other=0.0
-        )
-        total = tl.dot(d_h, x, total)
-    out = pieces_ptr + ((number * members + member) * rank + r).to(tl.int64)[:, None] * columns + col[None, :]
-    tl.store(out, total, mask=(r < rank)[:, None] & (col < columns)[None, :])
-
-
-@cached_launch
-@triton.jit(do_not_specialize=["rows"])
-def dropout_input_kernel(
-    d_x_ptr,
+@triton.jit(do_not_specialize=["rows", "piece", "before"])
+def dropout_backward_kernel(
+    x_ptr,  # or None
+    d_x_ptr,  # or None
     bits_ptr,
     d_h_ptr,
     a_ptr,
-    d_h_stride,
+    pieces_ptr,  # None if x is None
+    x_stride,
+    height,
     rows,
     columns,
-    row_bytes,
-    members,
     rank,
+    piece,
+    before,  # number of projections before the first of this launch
+    MEMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     tiles = tl.cdiv(columns, TILE)
-    col = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    col = tile * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, BLOCK)
     r = tl.arange(0, RANK)
-    inside = (row < rows)[:, None] & (col < columns)[None, :]
-    d_x_ptrs = d_x_ptr + row[:, None] * columns + col[None, :]
-    total = tl.load(d_x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    for member in tl.range(0, members, num_stages=1):
-        d_h = tl.load(
-            d_h_ptr + row[:, None] * d_h_stride + (member * rank + r)[None, :],
-            mask=(row < rows)[:, None] & (r < rank)[None, :],
-            other=0.0,
-        )
-        a = tl.load(
-            a_ptr + (member * rank + r).to(tl.int64)[:, None] * columns + col[None, :],
-            mask=(r < rank)[:, None] & (col < columns)[None, :],
-            other=0.0,
-        )
-        bits = bits_ptr + tl.cast(member, tl.int64) * rows * row_bytes
-        total += tl.where(load_kept(bits, row, col, inside, row_bytes), tl.dot(d_h, a), 0.0)
-    tl.store(d_x_ptrs, total.to(d_x_ptr.dtype.element_ty), mask=inside)
+    row_bytes = tiles * TILE_BYTES
+    inside = (r < rank)[:, None] & (col < columns)[None, :]
+    many_a = ()
+    totals = ()
+    for member in tl.static_range(MEMBERS):
+        if d_x_ptr is not None:
+            a_row = ((before + member) * rank + r).to(tl.int64)
+            a = tl.load(a_ptr + a_row[:, None] * columns + col[None, :], mask=inside, other=0.0)
+            many_a = many_a + (a,)
+        totals = totals + (tl.zeros((RANK, TILE), tl.float32),)
+    x_offset = row[:, None] * x_stride + col[None, :]
+    d_x_offset = row[:, None] * columns + col[None, :]
+    bits_offset = row[:, None] * row_bytes + tile * TILE_BYTES + tl.arange(0, TILE_BYTES)[None, :]
+    d_h_offset = row[:, None] * height + r[None, :]
+    transposed_offset = row[None, :] * height + r[:, None]
+    first = number * piece
+    for start in tl.range(first, tl.minimum(first + piece, rows), BLOCK, num_stages=STAGES):
+        start_row = tl.cast(start, tl.int64)
+        is_row = row < rows - start
+        inside_x = is_row[:, None] & (col < columns)[None, :]
+        if x_ptr is not None:
+            x = tl.load(x_ptr + start_row * x_stride + x_offset, mask=inside_x, other=0.0)
+        if d_x_ptr is not None:
+            d_x_ptrs = d_x_ptr + start_row * columns + d_x_offset
+            d_x = tl.load(d_x_ptrs, mask=inside_x, other=0.0).to(tl.float32)
+        new_totals = ()
+        for member in tl.static_range(MEMBERS):
+            number_of_row = tl.cast(before + member, tl.int64) * rows + start
+            bits = tl.load(bits_ptr + number_of_row * row_bytes + bits_offset, mask=is_row[:, None], other=0)
+            keep = kept(bits, BLOCK)
+            d_h_start = d_h_ptr + start_row * height + (before + member) * rank
+            if x_ptr is not None:
+                # d_h is loaded once for each product, so that both loads are prefetched.
+                inside_d_h = is_row[None, :] & (r < rank)[:, None]
+                transposed = tl.load(d_h_start + transposed_offset, mask=inside_d_h, other=0.0)
+                dropped = tl.where(keep, x, tl.zeros_like(x))
+                new_totals = new_totals + (tl.dot(transposed, dropped, totals[member]),)
+            else:
+                new_totals = new_totals + (totals[member],)
+            if d_x_ptr is not None:
+                inside_d_h = is_row[:, None] & (r < rank)[None, :]
+                d_h = tl.load(d_h_start + d_h_offset, mask=inside_d_h, other=0.0)
+                d_x += tl.where(keep, tl.dot(d_h, many_a[member]), 0.0)
+        totals = new_totals
+        if d_x_ptr is not None:
+            tl.store(d_x_ptrs, d_x.to(d_x_ptr.dtype.element_ty), mask=inside_x)
+    if x_ptr is not None:
+        for member in tl.static_range(MEMBERS):
+            a_row = (tl.cast(number, tl.int64) * height + (before + member) * rank + r)[:, None]
+            tl.store(pieces_ptr + a_row * columns + col[None, :], totals[member], mask=inside)
 
 
-def draw_bits(x: Tensor, p: float, count: int) -> Tensor:
-    """Return the bits of `count` masks of x (N, K): (count, N, bytes of a row).
+def project(x: Tensor, p: float, count: int, a: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Draw `count` masks of x (N, K), write scale * (x * m_i) @ A_i' to `out`, and return the masks.
 
-    The seed is drawn on the device by torch's generator, which `torch.manual_seed` and the recomputation of
-    activation checkpointing set. p is rounded to a multiple of 2^-16.
+    p is rounded to a multiple of 2^-16.
+
+    Returns:
+        the bits of the masks (count, N, bytes of a row).
     """
-    rows, columns = x.shape
-    bits = x.new_empty(count, rows, cdiv(columns, TILE.value) * RUN.value, dtype=torch.uint8)
-    seed = x.new_empty((), dtype=torch.int64).random_()
-    threshold = min(round(p * 2**16), 2**16 - 1)
-    grid = (cdiv(bits.numel(), BYTES),)
-    draw_bits_kernel[grid](bits, seed, bits.numel(), threshold, BYTES=BYTES, num_warps=4)
-    return bits
-
-
-def project(x: Tensor, bits: Tensor, a: Tensor, scale: float, out: Tensor) -> None:
-    x, x_stride = as_rows(x)
-    (count, rows, row_bytes), (height, columns) = bits.shape, a.shape
-    padded = _padded(height // count)
-    dropout_project_kernel[(cdiv(rows, BLOCK) * count,)](
+    x, x_stride = _strided(x)
+    (rows, columns), height = x.shape, a.shape[0]
+    bits = x.new_empty(count, rows, cdiv(columns, TILE.value) * TILE_BYTES.value, dtype=torch.uint8)
+    seed, *state = _random_state(x, count)
+    aligned = x.data_ptr() & 15, a.data_ptr() & 15
+    _project_launch(x.dtype, x_stride, columns, height, count, aligned, seed is None)(
+        (cdiv(rows, BLOCK) * count,),
         x,
         bits,
         a,
         out,
+        seed,
+        *state,
+        min(round(p * 2**16), 2**16 - 1),
         float(scale),
         x_stride,
-        out.stride(0),
         rows,
         columns,
-        row_bytes,
         count,
         height // count,
-        BLOCK=BLOCK,
-        RANK=padded,
-        STAGES=STAGES[padded],
-        num_warps=4,
     )
+    return bits
 
 
-def weight_gradient(d_h: Tensor, x: Tensor, bits: Tensor) -> Tensor:
-    """Return the gradients in fp32: the sum over pieces of the rows."""
-    x, x_stride = as_rows(x)
-    (count, rows, row_bytes), columns, height = bits.shape, x.shape[-1], d_h.shape[1]
+@functools.lru_cache(maxsize=1024)
+def _project_launch(
+    dtype: torch.dtype,
+    x_stride: int,
+    columns: int,
+    height: int,
+    count: int,
+    aligned: tuple[int, ...],
+    seed_is_on_host: bool,
+) -> BoundLaunch:
+    """Return the launch for operands with these properties, which include all that Triton specializes on."""
     padded = _padded(height // count)
-    tiles = cdiv(columns, TILE.value) * count
-    pieces = max(1, 4 * multiprocessors(x.device) // tiles)
+    return BoundLaunch(dropout_project_kernel, BLOCK=BLOCK, RANK=padded, STAGES=STAGES[padded], num_warps=4)
+
+
+def backward(
+    d_h: Tensor, x: Tensor | None, d_x: Tensor | None, bits: Tensor, a: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Add to d_x; return the gradients of all A in `dtype`: the sum over pieces of the rows, in fp32."""
+    (count, rows, _), (height, columns) = bits.shape, a.shape
+    padded = _padded(height // count)
+    step = max(1, MAX_HEIGHT // padded)
+    tiles = cdiv(columns, TILE.value)
+    # As many programs as a multiprocessor has registers for, or an integer multiple of them.
+    programs = 3 if padded * min(count, step) <= 16 else 2
+    pieces = max(1, programs * multiprocessors(d_h.device) // tiles)
     piece = cdiv(cdiv(rows, pieces), BLOCK) * BLOCK
     pieces = cdiv(rows, piece)
-    sums = x.new_empty(pieces, height, columns, dtype=torch.float32)
-    dropout_weight_kernel[(pieces * tiles,)](
-        x,
-        bits,
-        d_h,
-        sums,
-        x_stride,
-        d_h.stride(0),
-        rows,
-        columns,
-        row_bytes,
-        count,
-        height // count,
-        piece,
+    sums, x_stride = None, 0
+    if x is not None:
+        x, x_stride = _strided(x)
+        sums = d_h.new_empty(pieces, height, columns, dtype=torch.float32)
+    aligned = 0 if x is None else x.data_ptr() & 15, a.data_ptr() & 15
+    d_x_dtype = None if d_x is None else d_x.dtype
+    for before in range(0, count, step):
+        members = min(step, count - before)
+        _backward_launch(
+            d_h.dtype, d_x_dtype, x is None, x_stride, columns, height, height // count, members, aligned
+        )(
+            (pieces * tiles,),
+            x,
+            d_x,
+            bits,
+            d_h,
+            a,
+            sums,
+            x_stride,
+            height,
+            rows,
+            columns,
+            height // count,
+            piece,
+            before,
+        )
+    if sums is None:
+        return None
+    return (sums[0] if pieces == 1 else sums.sum(0)).to(dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    dtype: torch.dtype,
+    d_x_dtype: torch.dtype | None,
+    without_x: bool,
+    x_stride: int,
+    columns: int,
+    height: int,
+    rank: int,
+    members: int,
+    aligned: tuple[int, ...],
+) -> BoundLaunch:
+    """Return the launch for operands with these properties, which include all that Triton specializes on."""
+    padded = _padded(rank)
+    rows_of_a = padded * members
+    return BoundLaunch(
+        dropout_backward_kernel,
+        MEMBERS=members,
         BLOCK=BLOCK,
         RANK=padded,
-        STAGES=STAGES[padded],
-        num_warps=4 if padded <= 64 else 8,
+        STAGES=3 if rows_of_a <= 48 else 2 if rows_of_a <= 64 else 1,
+        num_warps=4 if rows_of_a <= 32 else WARPS,
     )
-    return sums[0] if pieces == 1 else sums.sum(0)
 
 
-def add_input_gradient(d_x: Tensor, d_h: Tensor, bits: Tensor, a: Tensor) -> None:
-    (count, rows, row_bytes), (height, columns) = bits.shape, a.shape
-    dropout_input_kernel[(cdiv(rows, BLOCK) * cdiv(columns, TILE.value),)](
-        d_x,
-        bits,
-        d_h,
-        a,
-        d_h.stride(0),
-        rows,
-        columns,
-        row_bytes,
-        count,
-        height // count,
-        BLOCK=BLOCK,
-        RANK=_padded(height // count),
-        num_warps=4,
-    )
+def _strided(x: Tensor) -> tuple[Tensor, int]:
+    """Return x (N, K), copied if necessary, and the stride of its rows."""
+    x, x_stride = as_rows(x)
+    return (x, x_stride) if x_stride <= MAX_STRIDE else (x.contiguous(), x.shape[1])
+
+
+def _random_state(x: Tensor, count: int) -> tuple[Tensor | None, int, int, int, int]:
+    """Return numbers of torch's generator for `count` masks, and move it on.
+
+    `torch.manual_seed` and the recomputation of activation checkpointing set the generator. Its seed and its
+    offset are read on the host, which takes no kernel. Where that is impossible, a seed is drawn on the
+    device.
+
+    Returns:
+        (seed on the device or None, the halves of the seed, the offset of the first mask in 31 bits and the
+        rest of it).
+    """
+    if x.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return x.new_empty((), dtype=torch.int64).random_(), 0, 0, 0, 0
+    generator = torch.cuda.default_generators[x.device.index]
+    offset = generator.get_offset()  # a multiple of 4
+    generator.set_offset(offset + 4 * count)
+    offset >>= 2
+    return None, *_halves(generator.initial_seed()), offset & 0x7FFFFFFF, offset >> 31
+
+
+@functools.lru_cache
+def _halves(seed: int) -> tuple[int, int]:
+    """Return the lower and the upper 32 bits, each as a signed integer."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Check the bound launches of `fused_projection_triton.read` on a simulated Hopper GPU.
+"""Check the bound launches of `fused_projection_triton.read` and of LoRA dropout on a simulated Hopper GPU.
 
 Each launch must have operands for which Triton compiles the kernel that was bound. test_bound_launches.py
 runs this file in a separate process, because the simulation patches torch and the library.
@@ -40,6 +40,28 @@ def cut(x: torch.Tensor | None, *, aligned: bool | None) -> torch.Tensor | None:
     return x if aligned else torch.cat((x[:1], x))[1:]
 
 
+def half(rows: int, columns: int, *, behind: int = 0, aligned: bool = True) -> torch.Tensor:
+    """A matrix, with columns of memory behind its own, at a multiple of 16 bytes or not."""
+    first = 0 if aligned else 1
+    flat = torch.ones(rows * (columns + behind) + first).bfloat16()[first:]
+    return flat.view(rows, columns + behind)[:, :columns]
+
+
+def run_lora_dropout() -> None:
+    from logitless.layers import lora_dropout
+
+    kinds = itertools.product((1, 3), (1, 16, 24, 128), (24, 64, 1024), (0, 8), (True, False), (True, False))
+    for count, rank, columns, behind, x_aligned, a_aligned in kinds:
+        for rows in (1, 16, 33):
+            x = half(rows, columns, behind=behind, aligned=x_aligned)
+            a, h = half(count * rank, columns, aligned=a_aligned), half(rows, count * rank)
+            masks = lora_dropout.project(x, 0.5, count, a, 2.0, h)
+            for d_x in (None, half(rows, columns), torch.ones(rows, columns)):
+                for x_or_none in (x, None):
+                    if d_x is not None or x_or_none is not None:
+                        lora_dropout.backward(h, x_or_none, d_x, masks, a, torch.float32)
+
+
 def main() -> None:
     simulated_hopper.simulate()
     from logitless.kernels.hopper import fused_projection_triton as fused
@@ -67,6 +89,7 @@ def main() -> None:
             gradient = torch.empty(C, -(-V // 8) * 8).bfloat16()[:, :V] if writes else None
             options |= {"gradient": gradient, "transform": transform, "ignore_index": ignored}
             fused.read(hidden, weight, targets, stats, **options)
+    run_lora_dropout()
     print(f"{len(bound)} bound launches")
 
 

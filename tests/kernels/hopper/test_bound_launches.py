@@ -1,4 +1,4 @@
-"""`fused_projection_triton.read` names all on which Triton specializes its kernels."""
+"""`fused_projection_triton.read` and LoRA dropout name all on which Triton specializes their kernels."""
 
 import os
 import subprocess
