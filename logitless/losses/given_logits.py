@@ -56,7 +56,9 @@ def cross_entropy(
     If you have the hidden states and the LM head, use `linear_cross_entropy` or `CrossEntropyLoss` instead:
     they take the same options and never allocate the logits. This function is for models that only return
     logits. If the logits are contiguous, it allocates no tensor of their size but their gradient; other
-    logits are copied. The formula is that of `CrossEntropyLoss`.
+    logits are copied. On NVIDIA GPUs, the forward pass already writes the gradient, except with `z_loss`,
+    `dft` or `inplace`; an upstream gradient other than 1 costs a second read of the logits. The formula is
+    that of `CrossEntropyLoss`.
 
     Args:
         logits: (..., V) bf16, fp16, fp32 or fp64. With the options of the head, the products before softcap,
