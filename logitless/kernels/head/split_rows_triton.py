@@ -30,6 +30,83 @@ from logitless.kernels.layout import check_rows, check_written, dense
 BLOCK, BLOCKS, WARPS = 2048, 5, 4
 
 
+@triton.jit
+def add_block(
+    x,
+    start,
+    end,
+    y,
+    shift,
+    rest,
+    largest,
+    weighted,
+    logits_ptr,
+    class_weights_ptr,
+    gain,
+    squash,
+    cap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    SUM: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add a block to the sums per lane: exp(z - shift) without the target, the maximum, weighted logits."""
+    cols = start + tl.arange(0, BLOCK)
+    z, slope = head_logits(x, logits_ptr, cols, cols < end, gain, squash, cap, False, HAS_SOFTCAP)
+    if MASKED:
+        z = tl.where(cols < end, z, -float("inf"))
+    largest = tl.maximum(largest, z)
+    # Without the target, so that 1 - p of a confident token does not cancel.
+    e = exp(z - shift)
+    if (y >= start) & (y < start + BLOCK):
+        e = tl.where(cols == y, 0.0, e)
+    rest += e
+    if SUM:
+        if HAS_WEIGHTS:
+            z *= tl.load(class_weights_ptr + cols, mask=cols < end, other=0.0)
+        if MASKED:
+            z = tl.where(cols < end, z, 0.0)
+        weighted += z
+    return rest, largest, weighted
+
+
+@triton.jit
+def write_block(
+    x,
+    start,
+    end,
+    top,
+    scale,
+    g_sum,
+    grad_ptr,
+    logits_ptr,
+    class_weights_ptr,
+    gain,
+    squash,
+    cap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    SUM: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of a block, except at the target."""
+    cols = start + tl.arange(0, BLOCK)
+    z, slope = head_logits(x, logits_ptr, cols, cols < end, gain, squash, cap, False, HAS_SOFTCAP)
+    g = exp(z - top) * (scale * slope)
+    if SUM:
+        if HAS_WEIGHTS:
+            g += (g_sum * slope) * tl.load(class_weights_ptr + cols, mask=cols < end, other=0.0)
+        else:
+            g += g_sum * slope
+    g = g.to(grad_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(grad_ptr + cols, g, mask=cols < end, eviction_policy="evict_first")
+    else:
+        tl.store(grad_ptr + cols, g, eviction_policy="evict_first")
+
+
 @cached_launch
 @triton.jit(**OF_CHUNKS)
 def split_rows_kernel(
@@ -77,9 +154,10 @@ def split_rows_kernel(
     partials_ptr += row * 3 * PARTS
     begin = part * LENGTH
     end = tl.minimum(begin + LENGTH, V)
+    full = begin + (end - begin) // BLOCK * BLOCK
     lane = tl.arange(0, BLOCK)
     # Issued before the target arrives, although the logits of an ignored row are not needed.
-    upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
+    first = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
     y = tl.load(targets_ptr + row)
     if y == ignore_index:
         if FINISH:
@@ -100,12 +178,10 @@ def split_rows_kernel(
     z_y = tl.where(has_target, z_y, -float("inf"))
     g_logp = tl.load(g_logp_ptr + row)
     g_lse = tl.load(g_lse_ptr + row)
-    if SUM:
-        g_sum = tl.load(g_sum_ptr + row)
+    g_sum = tl.load(g_sum_ptr + row) if SUM else 0.0
     if PUBLISH:
-        z, slope = head_logits(upcoming, logits_ptr, lane, lane < V, gain, squash, cap, False, HAS_SOFTCAP)
+        z, slope = head_logits(first, logits_ptr, lane, lane < V, gain, squash, cap, False, HAS_SOFTCAP)
         shift = tl.maximum(tl.max(tl.where(begin + lane < end, z, -float("inf")), 0), -1e30)
-        # Without the target, so that 1 - p of a confident token does not cancel.
         rest = tl.zeros([BLOCK], tl.float32)
         weighted = tl.zeros([BLOCK], tl.float32)
         repeats = 1
@@ -113,31 +189,62 @@ def split_rows_kernel(
         while repeats > 0:
             rest = tl.zeros([BLOCK], tl.float32)
             largest = tl.full([BLOCK], -1e30, tl.float32)
-            if SUM:
-                weighted = tl.zeros([BLOCK], tl.float32)
-            for start in range(begin, end, BLOCK):
-                cols = start + lane
-                mask = cols < end
+            weighted = tl.zeros([BLOCK], tl.float32)
+            upcoming = first
+            for start in range(begin, full, BLOCK):
                 x = upcoming
-                # Prefetch the next block, as in `row_kernel`.
-                upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < end, other=0.0)
-                z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
-                z = tl.where(mask, z, -float("inf"))
-                largest = tl.maximum(largest, z)
-                e = exp(z - shift)
-                if (y >= start) & (y < start + BLOCK):
-                    e = tl.where(cols == y, 0.0, e)
-                rest += e
-                if SUM:
-                    if HAS_WEIGHTS:
-                        z *= tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
-                    weighted += tl.where(mask, z, 0.0)
+                # Prefetch the next block, as in `row_kernel`; after the last one the same again, without a
+                # mask, which would take as many instructions as the maximum.
+                after = tl.multiple_of(tl.minimum(start + BLOCK, full - BLOCK), BLOCK)
+                upcoming = tl.load(logits_ptr + after + lane)
+                rest, largest, weighted = add_block(
+                    x,
+                    start,
+                    end,
+                    y,
+                    shift,
+                    rest,
+                    largest,
+                    weighted,
+                    logits_ptr,
+                    class_weights_ptr,
+                    gain,
+                    squash,
+                    cap,
+                    HAS_SOFTCAP,
+                    HAS_WEIGHTS,
+                    SUM,
+                    False,
+                    BLOCK,
+                )
+            if full < end:
+                last = tl.load(logits_ptr + full + lane, mask=full + lane < end, other=0.0)
+                rest, largest, weighted = add_block(
+                    last,
+                    full,
+                    end,
+                    y,
+                    shift,
+                    rest,
+                    largest,
+                    weighted,
+                    logits_ptr,
+                    class_weights_ptr,
+                    gain,
+                    squash,
+                    cap,
+                    HAS_SOFTCAP,
+                    HAS_WEIGHTS,
+                    SUM,
+                    True,
+                    BLOCK,
+                )
             most = tl.max(largest, 0)
             repeats = 0
             if most > shift + DRIFT:
                 shift = most
                 repeats = 1
-                upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
+                first = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
         tl.store(partials_ptr + part, shift)
         tl.store(partials_ptr + PARTS + part, tl.sum(rest, 0))
         if SUM:
@@ -146,9 +253,7 @@ def split_rows_kernel(
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="acq_rel") + 1
     if FINISH:
-        upcoming = tl.load(
-            logits_ptr + begin + lane, mask=begin + lane < end, other=0.0, eviction_policy="evict_first"
-        )
+        upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
     if PUBLISH and FINISH:
         while arrived < PARTS:
             arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="acquire")
@@ -169,22 +274,49 @@ def split_rows_kernel(
                 parts = tl.load(partials_ptr + 2 * PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
                 tl.store(sum_logits_ptr + row, tl.sum(parts, 0))
         scale = (g_lse - g_logp) / total
-        for start in range(begin, end, BLOCK):
-            cols = start + lane
-            mask = cols < end
+        for start in range(begin, full, BLOCK):
             x = upcoming
-            upcoming = tl.load(
-                logits_ptr + cols + BLOCK, mask=cols + BLOCK < end, other=0.0, eviction_policy="evict_first"
+            after = start + BLOCK + lane
+            upcoming = tl.load(logits_ptr + after, mask=after < end, other=0.0, eviction_policy="evict_first")
+            write_block(
+                x,
+                start,
+                end,
+                top,
+                scale,
+                g_sum,
+                grad_ptr,
+                logits_ptr,
+                class_weights_ptr,
+                gain,
+                squash,
+                cap,
+                HAS_SOFTCAP,
+                HAS_WEIGHTS,
+                SUM,
+                False,
+                BLOCK,
             )
-            z, slope = head_logits(x, logits_ptr, cols, mask, gain, squash, cap, False, HAS_SOFTCAP)
-            g = exp(z - top) * (scale * slope)
-            if SUM:
-                if HAS_WEIGHTS:
-                    g += (g_sum * slope) * tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
-                else:
-                    g += g_sum * slope
-            tl.store(
-                grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        if full < end:
+            last = tl.load(logits_ptr + full + lane, mask=full + lane < end, other=0.0)
+            write_block(
+                last,
+                full,
+                end,
+                top,
+                scale,
+                g_sum,
+                grad_ptr,
+                logits_ptr,
+                class_weights_ptr,
+                gain,
+                squash,
+                cap,
+                HAS_SOFTCAP,
+                HAS_WEIGHTS,
+                SUM,
+                True,
+                BLOCK,
             )
         if (y >= begin) & (y < end):
             g_y = (g_lse * tl.exp(z_y - top) + g_logp * others) / total
