@@ -49,6 +49,7 @@ def add_block(
     HAS_WEIGHTS: tl.constexpr,
     SUM: tl.constexpr,
     MASKED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add a block to the sums per lane: exp(z - shift) without the target, the maximum, weighted logits."""
@@ -56,18 +57,19 @@ def add_block(
     z, slope = head_logits(x, logits_ptr, cols, cols < end, gain, squash, cap, False, HAS_SOFTCAP)
     if MASKED:
         z = tl.where(cols < end, z, -float("inf"))
-    largest = tl.maximum(largest, z)
+    # Sums of the columns that a thread reads at a time, so that a sum takes few registers.
+    largest = tl.maximum(largest, tl.max(tl.reshape(z, [BLOCK // VECTOR, VECTOR]), 1))
     # Without the target, so that 1 - p of a confident token does not cancel.
     e = exp(z - shift)
     if (y >= start) & (y < start + BLOCK):
         e = tl.where(cols == y, 0.0, e)
-    rest += e
+    rest += tl.sum(tl.reshape(e, [BLOCK // VECTOR, VECTOR]), 1)
     if SUM:
         if HAS_WEIGHTS:
             z *= tl.load(class_weights_ptr + cols, mask=cols < end, other=0.0)
         if MASKED:
             z = tl.where(cols < end, z, 0.0)
-        weighted += z
+        weighted += tl.sum(tl.reshape(z, [BLOCK // VECTOR, VECTOR]), 1)
     return rest, largest, weighted
 
 
@@ -138,6 +140,7 @@ def split_rows_kernel(
     LENGTH: tl.constexpr,
     PUBLISH: tl.constexpr,
     FINISH: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`arrivals`: zeros, the number of programs that have started, and of the published parts of each row.
@@ -182,14 +185,14 @@ def split_rows_kernel(
     if PUBLISH:
         z, slope = head_logits(first, logits_ptr, lane, lane < V, gain, squash, cap, False, HAS_SOFTCAP)
         shift = tl.maximum(tl.max(tl.where(begin + lane < end, z, -float("inf")), 0), -1e30)
-        rest = tl.zeros([BLOCK], tl.float32)
-        weighted = tl.zeros([BLOCK], tl.float32)
+        rest = tl.zeros([BLOCK // VECTOR], tl.float32)
+        weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
         repeats = 1
         # Once, unless a logit is above the largest one of the first block by more than DRIFT.
         while repeats > 0:
-            rest = tl.zeros([BLOCK], tl.float32)
-            largest = tl.full([BLOCK], -1e30, tl.float32)
-            weighted = tl.zeros([BLOCK], tl.float32)
+            rest = tl.zeros([BLOCK // VECTOR], tl.float32)
+            largest = tl.full([BLOCK // VECTOR], -1e30, tl.float32)
+            weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
             upcoming = first
             for start in range(begin, full, BLOCK):
                 x = upcoming
@@ -215,6 +218,7 @@ def split_rows_kernel(
                     HAS_WEIGHTS,
                     SUM,
                     False,
+                    VECTOR,
                     BLOCK,
                 )
             if full < end:
@@ -237,6 +241,7 @@ def split_rows_kernel(
                     HAS_WEIGHTS,
                     SUM,
                     True,
+                    VECTOR,
                     BLOCK,
                 )
             most = tl.max(largest, 0)
@@ -380,6 +385,7 @@ def statistics_and_gradient(
             LENGTH=length,
             PUBLISH=publish,
             FINISH=finish,
+            VECTOR=min(block, 16 // logits.element_size()),
             BLOCK=block,
             num_warps=WARPS,
         )
