@@ -422,6 +422,23 @@ CLAIMS = (
         (shorter(STEPS, 5, "TRL", "logitless"), shorter(STEPS, 1, "TRL", "logitless")),
     ),
     Claim(
+        "docs/layers.md",
+        "our layers shorten the step from {} to {} ms, Liger's to {} ms",
+        tuple(ms("step-families.json", 1, name) for name in ("stock", "our layers", "Liger's layers")),
+    ),
+    Claim(
+        "docs/layers.md",
+        "32 experts: from {} to {} ms, and to {} ms with both flags",
+        tuple(
+            ms("step-families.json", 2, name) for name in ("stock", "our layers", "our loss + our layers")
+        ),
+    ),
+    Claim(
+        "docs/layers.md",
+        "did not end within the time limit of {} s",
+        (stated(130, "step-families.json: the reason of the row"),),
+    ),
+    Claim(
         WHY,
         "shortens the step of a 0.6B model from {} to {} ms",
         (STEP_OF["stock"], STEP_OF["our layers"]),
