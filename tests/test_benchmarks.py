@@ -66,6 +66,7 @@ COMMANDS = {
     "medusa": (),
     "topk": (),
     "sampler": (),
+    "given-logits": ("--seconds", "0.1"),
     "rounding": (),
     "sweep": ("--only", "logitless"),
     "gemm": (),

@@ -429,9 +429,7 @@ CLAIMS = (
     Claim(
         "docs/layers.md",
         "32 experts: from {} to {} ms, and to {} ms with both flags",
-        tuple(
-            ms("step-families.json", 2, name) for name in ("stock", "our layers", "our loss + our layers")
-        ),
+        tuple(ms("step-families.json", 2, name) for name in ("stock", "our layers", "our loss + our layers")),
     ),
     Claim(
         "docs/layers.md",
