@@ -437,6 +437,31 @@ CLAIMS = (
         (stated(130, "step-families.json: the reason of the row"),),
     ),
     Claim(
+        "docs/index.md",
+        "the same step took {} and {} ms in two of them",
+        (
+            ms("recipes.json", 0, "both flags"),
+            ms("step-lora.json", 0, "full fine-tuning, our loss + our layers"),
+        ),
+    ),
+    Claim(
+        START,
+        "with a 0.6B model a step takes {} ms with both flags, and {} ms without",
+        (ms("step-lora.json", 0, "LoRA, our loss + our layers"), ms("step-lora.json", 0, "LoRA")),
+    ),
+    Claim(
+        START,
+        "adds {} ms to PEFT's step of the 8B model, and {} ms to the fused one",
+        tuple(
+            Derived(
+                "with dropout - without",
+                lambda dropped, plain: dropped - plain,
+                (ms("lora-8b.json", 1, name), ms("lora-8b.json", 0, name)),
+            )
+            for name in ("PEFT", "grouped")
+        ),
+    ),
+    Claim(
         WHY,
         "shortens the step of a 0.6B model from {} to {} ms",
         (STEP_OF["stock"], STEP_OF["our layers"]),
