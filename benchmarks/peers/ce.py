@@ -59,7 +59,10 @@ def torch_chunks(policy: str, reduction: str = "mean"):
         return lambda hidden, weight, targets: F.linear_cross_entropy(
             hidden, weight, targets, options=options, reduction=reduction
         )
-    # An older torch can run torch 2.13's Python: two files of torch/nn/modules on PYTHONPATH.
+    # An older torch can run torch 2.13's Python, of which this takes the reduction "mean": two files of
+    # torch/nn/modules on PYTHONPATH.
+    if reduction == "none":
+        raise Absent(f"reduction='none' is not in torch {torch.__version__}, it came with 2.13")
     try:
         chunked = importlib.import_module("linear_cross_entropy")
         options = importlib.import_module("linear_cross_entropy_options")
@@ -67,7 +70,7 @@ def torch_chunks(policy: str, reduction: str = "mean"):
         raise Absent(f"not in torch {torch.__version__}, it came with 2.13") from None
     options = options.LinearCrossEntropyOptions(acc_policy=policy)
 
-    # The arguments of F.linear_cross_entropy's chunked path.
+    # The arguments of F.linear_cross_entropy's chunked path, reduction "mean".
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         (N, H), V = hidden.shape, weight.shape[0]
         sizes = {"num_batches": N, "in_features": H, "num_classes": V}
@@ -75,7 +78,7 @@ def torch_chunks(policy: str, reduction: str = "mean"):
         how = (chosen.batch_chunk_size, chosen.acc_policy, chosen.acc_dtype, False)
         needs = (hidden.requires_grad, weight.requires_grad, False)
         return chunked._linear_cross_entropy_batch_chunked(
-            hidden, weight, targets, None, None, reduction, -100, 0.0, *how, *needs
+            hidden, weight, targets, None, None, "mean", -100, 0.0, *how, *needs
         )[0]
 
     return loss

@@ -170,7 +170,7 @@ class GivenLogitsLoss(CrossEntropyLoss):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the loss is linear in the statistics, so that its gradients do not depend on them."""
+        """Whether the loss is a sum of the statistics with constant factors, which are its gradients."""
         return not (self.z_loss or self.dft)
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -366,7 +366,8 @@ class _Losses(torch.autograd.Function):
                 **_options(loss, batch.class_weights),
             )
             stats = dict(buffers.items())
-            values, _ = _evaluated(loss, stats, batch, factor, differentiate=False)
+            values = sum([gradient * stats[name] for name, gradient in gradients.items()])
+            values = values if loss.reduction == "none" else values.sum().view(1)
         else:
             rows, buffers = _statistics(logits, loss, batch)
             stats = dict(buffers.items())
@@ -399,12 +400,12 @@ class _Losses(torch.autograd.Function):
         scaled = [gradient * upstream for gradient in saved[count:]]
         grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, scaled, strict=True)))
         gradient, ctx.gradient = ctx.gradient, None
-        done = None
+        unless_one = None
         if gradient is not None:
-            done = (upstream == 1).expand(len(logits))
+            unless_one = upstream.expand(len(logits))
         else:
             gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        options = _options(ctx.loss, class_weights) | {"done": done}
+        options = _options(ctx.loss, class_weights) | {"upstream": unless_one}
         if len(logits):
             kernels.logits_gradient(logits, targets, stats, grads, gradient=gradient, **options)
         if ctx.inplace:

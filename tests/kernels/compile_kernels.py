@@ -38,7 +38,7 @@ INT64 = set(
     " owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
 )
 INT32 = {"arrivals_ptr", "slot_ids_ptr", "scratch_ptr", "rows_ptr", "tokens_ptr"}
-INT8 = {"done_ptr", "first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr"}
+INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr"}
 # Kernels with one warp a program, which reads few numbers.
 ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")
 
@@ -96,10 +96,10 @@ def gradient_combinations() -> Iterator[Combination]:
     ):
         for transform in heads():
             flags = transform | {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
-            flags |= {"BLOCK": cross_entropy_triton.BLOCK, "HAS_DONE": False}
+            flags |= {"BLOCK": cross_entropy_triton.BLOCK, "UNLESS_ONE": False}
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
             if logits == product and not transform["HAS_BIAS"]:  # of given logits
-                flags["HAS_DONE"] = True
+                flags["UNLESS_ONE"] = True
                 yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
 
 

@@ -155,7 +155,7 @@ def logits_gradient(
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
-    done: Tensor | None = None,  # (C,) bool, rows whose gradient is left as it is
+    upstream: Tensor | None = None,  # (C,), rows with 1 are left as they are
 ) -> None:
     """Write d loss / d logits to `gradient`; zeros in ignored rows."""
     if uses_triton(logits.device, logits.dtype):
@@ -171,15 +171,15 @@ def logits_gradient(
             transform=transform,
             ignore_index=ignore_index,
             gradient=gradient,
-            done=done,
+            upstream=upstream,
         )
         return
-    kept = None if done is None else gradient[done]
+    kept = None if upstream is None else gradient[upstream == 1]
     _logits_gradient_twin(
         logits, targets, stats, grads, transform, bias, class_weights, ignore_index, gradient
     )
     if kept is not None:
-        gradient[done] = kept
+        gradient[upstream == 1] = kept
 
 
 def reads_once(logits: Tensor) -> bool:

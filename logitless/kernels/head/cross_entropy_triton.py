@@ -307,7 +307,7 @@ def logits_gradient_kernel(
     g_lse_ptr,
     g_entropy_ptr,
     g_sum_ptr,
-    done_ptr,
+    upstream_ptr,
     logits_stride,
     grad_stride,
     V,
@@ -319,7 +319,7 @@ def logits_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
-    HAS_DONE: tl.constexpr,
+    UNLESS_ONE: tl.constexpr,
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -330,8 +330,8 @@ def logits_gradient_kernel(
     - p, which would cancel for a confident token.
     """
     row = tl.program_id(0).to(tl.int64)
-    if HAS_DONE:
-        if tl.load(done_ptr + row):
+    if UNLESS_ONE:
+        if tl.load(upstream_ptr + row) == 1.0:
             return
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
@@ -447,7 +447,7 @@ def logits_gradient(
     transform,
     ignore_index,
     gradient,
-    done,
+    upstream,
 ):
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
@@ -465,7 +465,7 @@ def logits_gradient(
             zeros if x is None else dense(x)
             for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)
         ),
-        zeros if done is None else dense(done),
+        zeros if upstream is None else dense(upstream),
         logits.stride(0),
         gradient.stride(0),
         logits.shape[1],
@@ -473,7 +473,7 @@ def logits_gradient(
         *scalars,
         **flags,
         EXTRA=extra,
-        HAS_DONE=done is not None,
+        UNLESS_ONE=upstream is not None,
         ALIAS=gradient.dtype != logits.dtype,
         BLOCK=BLOCK,
         num_warps=WARPS,

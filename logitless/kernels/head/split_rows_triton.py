@@ -27,7 +27,7 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Columns that are read at a time, such blocks of a part, and warps of a program.
-BLOCK, BLOCKS, WARPS = 1024, 8, 4
+BLOCK, BLOCKS, WARPS = 2048, 5, 4
 
 
 @triton.jit
@@ -158,7 +158,6 @@ def split_rows_kernel(
     begin = part * LENGTH
     end = tl.minimum(begin + LENGTH, V)
     full = begin + (end - begin) // BLOCK * BLOCK
-    second = tl.multiple_of(tl.minimum(begin + BLOCK, tl.maximum(full - BLOCK, begin)), BLOCK)
     lane = tl.arange(0, BLOCK)
     # Issued before the target arrives, although the logits of an ignored row are not needed.
     first = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
@@ -194,15 +193,13 @@ def split_rows_kernel(
             rest = tl.zeros([BLOCK // VECTOR], tl.float32)
             largest = tl.full([BLOCK // VECTOR], -1e30, tl.float32)
             weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
-            # Two blocks are read ahead. Those after the last one are the last one again, without a mask,
-            # which would take as many instructions as the maximum.
             upcoming = first
-            later = tl.load(logits_ptr + second + lane, mask=second + lane < end, other=0.0)
             for start in range(begin, full, BLOCK):
                 x = upcoming
-                upcoming = later
-                after = tl.multiple_of(tl.minimum(start + 2 * BLOCK, full - BLOCK), BLOCK)
-                later = tl.load(logits_ptr + after + lane)
+                # Prefetch the next block, as in `row_kernel`; after the last one the same again, without a
+                # mask, which would take as many instructions as the maximum.
+                after = tl.multiple_of(tl.minimum(start + BLOCK, full - BLOCK), BLOCK)
+                upcoming = tl.load(logits_ptr + after + lane)
                 rest, largest, weighted = add_block(
                     x,
                     start,
@@ -262,7 +259,6 @@ def split_rows_kernel(
         arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="acq_rel") + 1
     if FINISH:
         upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
-        later = tl.load(logits_ptr + second + lane, mask=second + lane < end, other=0.0)
     if PUBLISH and FINISH:
         while arrived < PARTS:
             arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="acquire")
@@ -285,9 +281,8 @@ def split_rows_kernel(
         scale = (g_lse - g_logp) / total
         for start in range(begin, full, BLOCK):
             x = upcoming
-            upcoming = later
-            after = tl.multiple_of(tl.minimum(start + 2 * BLOCK, full - BLOCK), BLOCK)
-            later = tl.load(logits_ptr + after + lane)
+            after = start + BLOCK + lane
+            upcoming = tl.load(logits_ptr + after, mask=after < end, other=0.0, eviction_policy="evict_first")
             write_block(
                 x,
                 start,
