@@ -440,7 +440,17 @@ def test_the_yardstick_is_the_products(taught, frozen, monkeypatch):
 def test_pages_are_those_of_the_results(tmp_path):
     """Nobody wrote a number into a table by hand."""
     (tmp_path / "docs/howto").mkdir(parents=True)
-    names = ("activations", "benchmarks", "layers", "proof", "recipes", "sampling", "several_ids", "why")
+    names = (
+        "activations",
+        "benchmarks",
+        "choosing",
+        "layers",
+        "proof",
+        "recipes",
+        "sampling",
+        "several_ids",
+        "why",
+    )
     how_to = (f"docs/howto/{name}.md" for name in ("lora", "small-batches", "speculators"))
     pages_with_tables = ("README.md", *how_to, *(f"docs/{name}.md" for name in names))
     for name in pages_with_tables:

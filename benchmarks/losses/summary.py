@@ -29,7 +29,10 @@ IMPLEMENTATIONS = {
     "**logitless**": ("logitless",),
     "full logits, PyTorch": ("eager, fp32 upcast",),
     "full logits, torch.compile": ("torch.compile",),
-    "torch `F.linear_cross_entropy`, chunked": ("torch F.linear_cross_entropy, none",),
+    "torch `F.linear_cross_entropy`, chunked": (
+        "torch F.linear_cross_entropy, none",
+        "torch F.linear_cross_entropy",
+    ),
     "Liger (Triton; JSD: its chunked loss)": ("Liger", "Liger chunked_loss"),
     "Liger with sums in fp32": ("Liger, accum_dtype fp32",),
     "Liger's scaled cross-entropy (CuTe)": ("Liger scaled CE",),
