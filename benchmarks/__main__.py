@@ -24,6 +24,7 @@ COMMANDS = {
     "tensor-parallel": losses.tensor_parallel,
     "topk": losses.topk,
     "sampler": losses.sampler,
+    "given-logits": losses.of_given_logits,
     "rounding": losses.rounding,
     "compare": regressions.compare_two_trees,
     "counts": regressions.counts,

@@ -66,6 +66,7 @@ COMMANDS = {
     "medusa": (),
     "topk": (),
     "sampler": (),
+    "given-logits": ("--seconds", "0.1"),
     "rounding": (),
     "sweep": ("--only", "logitless"),
     "gemm": (),
@@ -123,10 +124,11 @@ def test_command(command, tmp_path, monkeypatch, uncompiled):
     [
         (("trl", "--short", "--only", "SFT", "--skip", "smoothing", "--timed", "1"), "trl-short"),
         (("small", "--portable", "--only", "CE", "--seconds", "0.05"), "small-portable"),
+        (("step", "--families", "--model", "MoE", "--checkpointing", "off"), "step-families"),
     ],
 )
 def test_another_file_of_a_command(options, name, tmp_path, uncompiled):
-    if name == "trl-short":
+    if name != "small-portable":
         pytest.importorskip("trl")
     out = tmp_path / "result.json"
     command, *rest = options
@@ -438,7 +440,17 @@ def test_the_yardstick_is_the_products(taught, frozen, monkeypatch):
 def test_pages_are_those_of_the_results(tmp_path):
     """Nobody wrote a number into a table by hand."""
     (tmp_path / "docs/howto").mkdir(parents=True)
-    names = ("activations", "benchmarks", "layers", "proof", "recipes", "sampling", "several_ids", "why")
+    names = (
+        "activations",
+        "benchmarks",
+        "choosing",
+        "layers",
+        "proof",
+        "recipes",
+        "sampling",
+        "several_ids",
+        "why",
+    )
     how_to = (f"docs/howto/{name}.md" for name in ("lora", "small-batches", "speculators"))
     pages_with_tables = ("README.md", *how_to, *(f"docs/{name}.md" for name in names))
     for name in pages_with_tables:

@@ -10,6 +10,7 @@ otherwise:
 * `topk.py`, `sampler.py`: several ids per token, and a sampler's kept ids.
 * `small.py`: calls of few tokens, which wait for the host.
 * `tensor_parallel.py`: heads sharded over several GPUs.
+* `given_logits.py`: `given-logits`, cross-entropy of logits that exist already; its peers stand in it.
 * `rounding.py`: emulation of engines that round their logits, on a CPU.
 * `tables.py`, `summary.py`, `picture.py`: the tables and the picture of the pages.
 

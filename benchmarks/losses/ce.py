@@ -51,11 +51,12 @@ TARGETS = {
     Shape(16384, 4096, 128256, ignored=0.5): (0.55, 0.55),
 }
 SHAPES = tuple(TARGETS)
-# Measured without a target: a shape that users of TRL ask about, and batches of few tokens.
+# Measured without a target: shapes that users of TRL ask about, and batches of few tokens.
 LARGE = 8192
 MEASURED = (
     *SHAPES,
     Shape(8192, 4096, 151936),
+    Shape(16384, 2048, 248320),
     *(Shape(N, 2048, 151936) for N in (256, 512, 2048)),
 )
 QUICK_SHAPES = (Shape(96, 32, 517), Shape(96, 32, 517, ignored=0.5))
@@ -72,7 +73,7 @@ SWEEP_NAMES = (
     "Liger",
     "TRL ChunkedLogProb",
     "CCE (filtered)",
-    "QuACK",
+    "QuACK, chunks of 8,192",
 )
 
 

@@ -29,6 +29,7 @@ from benchmarks.harness.report import new_document, write_json
 from benchmarks.losses import ce as cross_entropy
 from benchmarks.losses import distillation as teaching
 from benchmarks.losses import gemm as chunk_gemms
+from benchmarks.losses import given_logits as given
 from benchmarks.losses import medusa as multi_head
 from benchmarks.losses import preference as pairs
 from benchmarks.losses import rounding as emulation
@@ -282,6 +283,25 @@ def small_calls(
     finish(path)
     typer.echo(small.table(document))
     check(small.failed(document))
+
+
+def of_given_logits(
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 4.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+) -> None:
+    """`logitless.cross_entropy` of logits that exist already: us, every installed peer, and a copy of the
+    logits."""
+    target = chosen_device(device, quick)
+    computes, absent = given.GIVEN_LOGITS.load(target, only or (), skip or ())
+    document = new_document("given-logits", target, quick=quick) | {"complete": False, "absent": absent}
+    path = out_path(out, document)
+    given.run(document, target, computes, seconds=seconds, out=path, say=speaker())
+    finish(path)
+    check(given.failed(document))
 
 
 def cpu(out: Out = None, quick: Quick = False, seconds: Seconds = 30.0) -> None:

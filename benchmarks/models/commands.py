@@ -92,6 +92,12 @@ def whole_steps(
         bool,
         typer.Option("--lora", help="Instead full fine-tuning and LoRA, stock and both (step-lora.json)."),
     ] = False,
+    families: Annotated[
+        bool,
+        typer.Option(
+            "--families", help="Instead models of about 1B of the architectures of 2026 (step-families.json)."
+        ),
+    ] = False,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -102,9 +108,14 @@ def whole_steps(
     our loss, our layers, both."""
     available = steps.QUICK if quick else steps.MODELS
     known = steps.LORA if lora_rows else steps.CONFIGURATIONS
+    if families:
+        if lora_rows:
+            raise typer.BadParameter("--families: expected no --lora with it; measure one after the other.")
+        available = steps.QUICK_FAMILIES if quick else steps.FAMILIES
+        known = steps.OF_FAMILIES
     made = configurations(known, only, skip) | steps.budgeted(budgets or [])
     document = measure(
-        "step-lora" if lora_rows else "step",
+        "step-lora" if lora_rows else "step-families" if families else "step",
         [(name, available[name]) for name in named(available, models)],
         made,
         Where(out, quick, device),

@@ -157,9 +157,15 @@ def causal_lm(model: Model, settings: Settings, device: torch.device) -> nn.Modu
     )
     torch.manual_seed(settings.seed)
     with device:
-        return transformers.AutoModelForCausalLM.from_config(
+        made = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype_on(device), attn_implementation="sdpa"
         )
+    for module in made.modules():
+        # Gemma 4 does not divide its scores by sqrt(head_dim); its norms learn to. With weights of 1 every
+        # softmax is saturated, and the gradients of a random model are noise.
+        if hasattr(module, "q_norm") and getattr(module, "scaling", None) == 1.0:
+            nn.init.constant_(module.q_norm.weight, module.head_dim**-0.5)
+    return made
 
 
 def to_fp8(model: nn.Module) -> None:

@@ -67,6 +67,65 @@ MODELS = {
 }
 QUICK = {"tiny Qwen3": Model("Qwen3Config", SMALL, 2, 32)}
 
+GATED_DELTA = {
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
+# About 1B parameters of the architectures of 2026, with fewer layers than the published models.
+FAMILIES = {
+    "Qwen3.5-like": Model(
+        "Qwen3_5TextConfig",
+        QWEN3 | GATED_DELTA | {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24},
+        2,
+        2048,
+    ),
+    "Gemma-4-like": Model(
+        "Gemma4TextConfig",
+        {
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size": 1536,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 20,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "num_kv_shared_layers": 0,
+        },
+        2,
+        4096,
+    ),
+    "Qwen3-MoE-like": Model("Qwen3MoeConfig", QWEN3 | EXPERTS | {"num_hidden_layers": 12}, 4, 4096),
+}
+QUICK_FAMILIES = {
+    "Qwen3.5-like": Model(
+        "Qwen3_5TextConfig",
+        SMALL
+        | dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2)
+        | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
+        | {"num_hidden_layers": 4},
+        2,
+        32,
+    ),
+    "Gemma-4-like": Model(
+        "Gemma4TextConfig",
+        SMALL
+        | {"vocab_size_per_layer_input": 517, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        2,
+        32,
+    ),
+    "Qwen3-MoE-like": Model(
+        "Qwen3MoeConfig",
+        SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        2,
+        32,
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -107,6 +166,10 @@ CONFIGURATIONS = {
 }
 
 FLAGS = Configuration(loss=True, layers="ours")
+# Of `FAMILIES`
+OF_FAMILIES = {
+    name: CONFIGURATIONS[name] for name in ("stock", "Liger's layers", "our layers", "our loss + our layers")
+}
 # Beside full fine-tuning of the same model
 LORA = {
     "full fine-tuning": Configuration(),

@@ -8,9 +8,9 @@ import typer
 from benchmarks.harness.report import RESULTS, every, newest, origin, rewrite
 from benchmarks.layers import comparison
 from benchmarks.losses import ce as cross_entropy
+from benchmarks.losses import given_logits, small, summary
 from benchmarks.losses import medusa as multi_head
 from benchmarks.losses import rounding as emulation
-from benchmarks.losses import small, summary
 from benchmarks.losses import tables as loss_tables
 from benchmarks.losses import tensor_parallel as shards
 from benchmarks.losses import topk as several_ids
@@ -30,11 +30,13 @@ TABLES = dict.fromkeys((*CE_TABLES, "distillation", "preference", "policy"), los
 # Those with a table on another page: the page, and what writes the table.
 ELSEWHERE = {
     "step": ("layers.md", steps.for_page),
+    "step-families": ("layers.md", steps.for_page),
     "usecase": ("layers.md", usecase.for_page),
     "recipes": ("recipes.md", recipes.for_page),
     "lora": ("howto/lora.md", lora.for_page),
     "step-lora": ("howto/lora.md", steps.for_page),
     "topk": ("several_ids.md", several_ids.for_page),
+    "given-logits": ("choosing.md", given_logits.for_page),
     "rounding": ("sampling.md", emulation.for_page),
     "small": ("howto/small-batches.md", small.for_page),
     "small-portable": ("howto/small-batches.md", small.for_page),

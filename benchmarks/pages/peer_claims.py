@@ -193,7 +193,7 @@ PEER_CLAIMS = (
     PeerClaim(
         LIGER,
         BENCHMARKS,
-        "fused_linear_cross_entropy_sm90.py`, for 9.0, is called by no class of Liger",
+        "fused_linear_cross_entropy_sm90.py`, also for Hopper, which no class of Liger calls",
         f"{LIGER_CUTE}fused_linear_cross_entropy_sm90.py",
         "liger_fused_linear_cross_entropy_sm90",
         ("_input", "weight", "target"),
@@ -201,7 +201,7 @@ PEER_CLAIMS = (
     PeerClaim(
         LIGER,
         BENCHMARKS,
-        "called by no class of Liger",
+        "which no class of Liger calls",
         f"{LIGER_CUTE}__init__.py",
         lacks=("fused_linear_cross_entropy_sm90",),
     ),
@@ -271,7 +271,7 @@ PEER_CLAIMS = (
     PeerClaim(
         QUACK,
         BENCHMARKS,
-        "**QuACK** ran with its default `chunk_size`, 4,096",
+        "as its default `chunk_size`, 4,096, does with H 4,096",
         QUACK_LOSS,
         has=("chunk_size: int = 4096",),
     ),

@@ -5,6 +5,7 @@ Signatures were checked against liger-kernel 0.8.5, cut-cross-entropy 25.1.1, tr
 and torch 2.13. Liger chooses its kernels once for a process: those in CuTe with `LIGER_KERNEL_IMPL=cutedsl`.
 """
 
+import functools
 import importlib
 import os
 
@@ -52,13 +53,16 @@ def compiled():
     return torch.compile(eager_loss, dynamic=False)
 
 
-def torch_chunks(policy: str):
+def torch_chunks(policy: str, reduction: str = "mean"):
     if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)
         return lambda hidden, weight, targets: F.linear_cross_entropy(
-            hidden, weight, targets, options=options
+            hidden, weight, targets, options=options, reduction=reduction
         )
-    # An older torch can run torch 2.13's Python: two files of torch/nn/modules on PYTHONPATH.
+    # An older torch can run torch 2.13's Python, of which this takes the reduction "mean": two files of
+    # torch/nn/modules on PYTHONPATH.
+    if reduction == "none":
+        raise Absent(f"reduction='none' is not in torch {torch.__version__}, it came with 2.13")
     try:
         chunked = importlib.import_module("linear_cross_entropy")
         options = importlib.import_module("linear_cross_entropy_options")
@@ -88,6 +92,17 @@ def torch_linear_cross_entropy():
 @PEERS.add("torch F.linear_cross_entropy, accurate")
 def torch_linear_cross_entropy_accurate():
     return torch_chunks("accurate")
+
+
+@PEERS.add("torch F.linear_cross_entropy, none")
+def torch_linear_cross_entropy_none():
+    chunks = torch_chunks("auto", "none")
+
+    # The mean of the losses of the tokens, in fp32: that of reduction="mean" is added up in bf16.
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return chunks(hidden, weight, targets).float().sum() / (targets != -100).sum()
+
+    return loss
 
 
 def of_cute() -> bool:
@@ -134,6 +149,16 @@ def liger_scaled():
     return loss
 
 
+@PEERS.add("Liger sm90", package="liger-kernel", needs_cuda=True)
+def liger_sm90():
+    # For Hopper, N a multiple of 128 and V of 256; no class of Liger calls it.
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
+
+    return liger_fused_linear_cross_entropy_sm90
+
+
 @PEERS.add("CCE (filtered)", package="cut-cross-entropy", needs_cuda=True)
 def cce():
     from cut_cross_entropy import linear_cross_entropy
@@ -166,11 +191,17 @@ def trl():
     return loss
 
 
-@PEERS.add("QuACK", package="quack-kernels", needs_cuda=True)
-def quack():
+def quack(chunk_size: int):
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return chunked_linear_cross_entropy
+    return functools.partial(chunked_linear_cross_entropy, chunk_size=chunk_size)
+
+
+# Its default, 4,096, raises an error where a chunk has as many rows as a dimension of the head.
+for chunk_size in (2048, 8192):
+    PEERS.add(f"QuACK, chunks of {chunk_size:,}", package="quack-kernels", needs_cuda=True)(
+        functools.partial(quack, chunk_size)
+    )
 
 
 # Of the portable kernels, which other GPUs run: logits rounded to the dtype of the operands, and in fp32.

@@ -26,7 +26,7 @@ OF_CHUNKS = {
             *("targets", "labels", "columns", "factor", "factors", "result", "row_scale"),
             *("supervised", "y_supervised"),
             *("logps", "lse", "lse_residual", "entropy", "is_top1", "sum_logits", "log_sum_sq"),
-            *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
+            *("g_logp", "g_lse", "g_entropy", "g_sum", "upstream", "soft", "hard", "agreement"),
             *("acceptance", "teacher_rows", "teacher_lse", "teacher_residual"),
             *("ids", "z", "read_lse", "read_residual", "read_entropy", "rest"),
             *("g_logps", "g_rest", "entries", "values"),

@@ -1,8 +1,10 @@
 """`cross_entropy` of logits that exist already, by the kernels of the losses.
 
-The forward pass reads the logits once, for a few statistics per token. The backward pass reads them again and
-writes their gradient: to a new tensor, or over the logits. The host waits for the counts of invalid targets
-at the end of the forward pass, while the GPU reads the logits.
+On NVIDIA GPUs, the forward pass already writes the gradient for an upstream gradient of 1, while it reads the
+logits for a few statistics per token. The backward pass then has nothing left to do, unless the upstream
+gradient of a row differs from 1. With `z_loss`, `dft` or `inplace`, and on other devices, the backward pass
+reads the logits again and writes their gradient: to a new tensor, or over the logits. The host waits for the
+counts of invalid targets at the end of the forward pass, while the GPU reads the logits.
 """
 
 from collections.abc import Mapping
@@ -54,7 +56,9 @@ def cross_entropy(
     If you have the hidden states and the LM head, use `linear_cross_entropy` or `CrossEntropyLoss` instead:
     they take the same options and never allocate the logits. This function is for models that only return
     logits. If the logits are contiguous, it allocates no tensor of their size but their gradient; other
-    logits are copied. The formula is that of `CrossEntropyLoss`.
+    logits are copied. On NVIDIA GPUs, the forward pass already writes the gradient, except with `z_loss`,
+    `dft` or `inplace`; an upstream gradient other than 1 costs a second read of the logits. The formula is
+    that of `CrossEntropyLoss`.
 
     Args:
         logits: (..., V) bf16, fp16, fp32 or fp64. With the options of the head, the products before softcap,
@@ -163,6 +167,11 @@ class GivenLogitsLoss(CrossEntropyLoss):
 
     metric_names: ClassVar = ()
     observes: ClassVar = ()
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the loss is a sum of the statistics with constant factors, which are its gradients."""
+        return not (self.z_loss or self.dft)
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         values = self.values(stats, batch)
@@ -296,13 +305,17 @@ def _weighted_sum(z: Tensor, weights: Tensor | None) -> Tensor:
     return z.sum(1) if weights is None else (z * weights.to(z.dtype)).sum(1)
 
 
+def _allocated(logits: Tensor, loss: CrossEntropyLoss) -> tuple[Tensor, kernels.TokenBuffers]:
+    """(logits with contiguous rows, buffers for the statistics of each token)."""
+    dtype = stat_dtype_of(logits.dtype)
+    stats = kernels.allocate_stats(loss.differentiates, logits.shape[0], dtype, logits.device)
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous(), stats
+
+
 def _statistics(logits: Tensor, loss: CrossEntropyLoss, batch: Batch) -> tuple[Tensor, kernels.TokenBuffers]:
     """(logits with contiguous rows, the statistics of each token)."""
-    N = logits.shape[0]
-    names = loss.differentiates
-    stats = kernels.allocate_stats(names, N, stat_dtype_of(logits.dtype), logits.device)
-    rows = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
-    if N:
+    rows, stats = _allocated(logits, loss)
+    if len(rows):
         targets = batch.given_targets
         kernels.token_statistics(rows, targets, stats, **_options(loss, batch.class_weights))
     return rows, stats
@@ -337,9 +350,28 @@ class _Losses(torch.autograd.Function):
         ctx, logits: Tensor, loss: CrossEntropyLoss, batch: Batch, factor: float | Tensor, inplace: bool
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        rows, stats = _statistics(logits, loss, batch)
-        stats = dict(stats.items())
-        values, gradients = _evaluated(loss, stats, batch, factor, differentiate=True)
+        # The gradient for an upstream gradient of 1, which the first backward pass returns.
+        ctx.gradient = None
+        if len(logits) and not inplace and loss.is_linear and kernels.reads_once(logits):
+            rows, buffers = _allocated(logits, loss)
+            ctx.gradient = torch.empty_like(rows)
+            zeros = {name: torch.zeros_like(buffers.lse) for name, _ in buffers.items()}
+            _, gradients = _evaluated(loss, zeros, batch, factor, differentiate=True)
+            kernels.statistics_and_gradient(
+                rows,
+                batch.given_targets,
+                buffers,
+                kernels.TokenBuffers(**gradients),
+                gradient=ctx.gradient,
+                **_options(loss, batch.class_weights),
+            )
+            stats = dict(buffers.items())
+            values = sum([gradient * stats[name] for name, gradient in gradients.items()])
+            values = values if loss.reduction == "none" else values.sum().view(1)
+        else:
+            rows, buffers = _statistics(logits, loss, batch)
+            stats = dict(buffers.items())
+            values, gradients = _evaluated(loss, stats, batch, factor, differentiate=True)
         ctx.loss, ctx.inplace = loss, inplace
         ctx.names, ctx.differentiated = tuple(stats), tuple(gradients)
         ctx.is_overwritten = False
@@ -367,8 +399,13 @@ class _Losses(torch.autograd.Function):
         stats = kernels.TokenBuffers(**dict(zip(ctx.names, saved[:count], strict=True)))
         scaled = [gradient * upstream for gradient in saved[count:]]
         grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, scaled, strict=True)))
-        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        options = _options(ctx.loss, class_weights)
+        gradient, ctx.gradient = ctx.gradient, None
+        unless_one = None
+        if gradient is not None:
+            unless_one = upstream.expand(len(logits))
+        else:
+            gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        options = _options(ctx.loss, class_weights) | {"upstream": unless_one}
         if len(logits):
             kernels.logits_gradient(logits, targets, stats, grads, gradient=gradient, **options)
         if ctx.inplace:

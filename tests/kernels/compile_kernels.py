@@ -17,6 +17,7 @@ from logitless.kernels.head import (
     scale_triton,
     select_triton,
     shards_triton,
+    split_rows_triton,
     targets_triton,
 )
 from logitless.kernels.ids import distinct_triton, gathered_triton, sets_triton, slots, slots_triton
@@ -36,7 +37,7 @@ INT64 = set(
     " masked_ptr bounds_ptr own_ptr keys_ptr ordinals_ptr lengths_ptr offsets_ptr numbers_ptr begins_ptr"
     " owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
 )
-INT32 = {"slot_ids_ptr", "scratch_ptr", "rows_ptr", "tokens_ptr"}
+INT32 = {"arrivals_ptr", "slot_ids_ptr", "scratch_ptr", "rows_ptr", "tokens_ptr"}
 INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr"}
 # Kernels with one warp a program, which reads few numbers.
 ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")
@@ -95,8 +96,21 @@ def gradient_combinations() -> Iterator[Combination]:
     ):
         for transform in heads():
             flags = transform | {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
-            flags["BLOCK"] = cross_entropy_triton.BLOCK
+            flags |= {"BLOCK": cross_entropy_triton.BLOCK, "UNLESS_ONE": False}
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
+            if logits == product and not transform["HAS_BIAS"]:  # of given logits
+                flags["UNLESS_ONE"] = True
+                yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
+
+
+def split_combinations() -> Iterator[Combination]:
+    block = split_rows_triton.BLOCK
+    for dtype, (total, weights), softcap, parts in itertools.product(
+        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 19)
+    ):
+        flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
+        flags |= {"PADDED": 1 << (parts - 1).bit_length(), "PUBLISH": True, "FINISH": True, "BLOCK": block}
+        yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 
 # MODE with OVERLAP, ROWS and MASS, of DistillationLoss, where total variation alone is a function of the
@@ -304,6 +318,7 @@ def combinations() -> list[Combination]:
     return [
         *row_combinations(),
         *gradient_combinations(),
+        *split_combinations(),
         *divergence_combinations(),
         *shard_combinations(),
         *combine_combinations(),

@@ -5,6 +5,9 @@
     logprob_gradient   token_statistics and d log p(target) / d logits, in place, in a single pass over the
                        logits
     logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token statistics
+    statistics_and_gradient
+                       both, if the gradients of the statistics are known before the statistics, reading the
+                       logits once
 
 The logits z of the statistics are those after the head transform (`kernels/head/transform.py`).
 `statistics.py` has the formulas of all statistics and of their derivatives.
@@ -152,6 +155,7 @@ def logits_gradient(
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
+    upstream: Tensor | None = None,  # (C,), rows with 1 are left as they are
 ) -> None:
     """Write d loss / d logits to `gradient`; zeros in ignored rows."""
     if uses_triton(logits.device, logits.dtype):
@@ -167,10 +171,49 @@ def logits_gradient(
             transform=transform,
             ignore_index=ignore_index,
             gradient=gradient,
+            upstream=upstream,
         )
         return
+    kept = None if upstream is None else gradient[upstream == 1]
     _logits_gradient_twin(
         logits, targets, stats, grads, transform, bias, class_weights, ignore_index, gradient
+    )
+    if kept is not None:
+        gradient[upstream == 1] = kept
+
+
+def reads_once(logits: Tensor) -> bool:
+    """Whether `statistics_and_gradient` is faster than the two operators, and right."""
+    if not uses_triton(logits.device, logits.dtype):
+        return False
+    from logitless.kernels.head import split_rows_triton
+
+    return split_rows_triton.runs_on(logits.device, logits.shape[1])
+
+
+def statistics_and_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    out: TokenBuffers,  # logps, lse, lse_residual and sum_logits, (C,) each, written
+    grads: TokenBuffers,  # d loss / d statistic, each (C,), which do not depend on the statistics
+    *,
+    gradient: Tensor,  # (C, V), written; not the memory of the logits
+    transform: LogitTransform,
+    class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
+    ignore_index: int = -100,
+) -> None:
+    """Write what `token_statistics` and `logits_gradient` write, where `reads_once` is True."""
+    from logitless.kernels.head import split_rows_triton
+
+    split_rows_triton.statistics_and_gradient(
+        logits,
+        targets,
+        out,
+        grads,
+        gradient=gradient,
+        class_weights=class_weights,
+        transform=transform,
+        ignore_index=ignore_index,
     )
 
 

@@ -307,6 +307,7 @@ def logits_gradient_kernel(
     g_lse_ptr,
     g_entropy_ptr,
     g_sum_ptr,
+    upstream_ptr,
     logits_stride,
     grad_stride,
     V,
@@ -318,6 +319,7 @@ def logits_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    UNLESS_ONE: tl.constexpr,
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -328,6 +330,9 @@ def logits_gradient_kernel(
     - p, which would cancel for a confident token.
     """
     row = tl.program_id(0).to(tl.int64)
+    if UNLESS_ONE:
+        if tl.load(upstream_ptr + row) == 1.0:
+            return
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
     y = tl.load(targets_ptr + row)
@@ -432,7 +437,17 @@ def row_pass(
 
 
 def logits_gradient(
-    logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, transform, ignore_index, gradient
+    logits: Tensor,
+    targets: Tensor,
+    stats,
+    grads,
+    *,
+    bias,
+    class_weights,
+    transform,
+    ignore_index,
+    gradient,
+    upstream,
 ):
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
@@ -450,6 +465,7 @@ def logits_gradient(
             zeros if x is None else dense(x)
             for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)
         ),
+        zeros if upstream is None else dense(upstream),
         logits.stride(0),
         gradient.stride(0),
         logits.shape[1],
@@ -457,6 +473,7 @@ def logits_gradient(
         *scalars,
         **flags,
         EXTRA=extra,
+        UNLESS_ONE=upstream is not None,
         ALIAS=gradient.dtype != logits.dtype,
         BLOCK=BLOCK,
         num_warps=WARPS,

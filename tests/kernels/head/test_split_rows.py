@@ -1,0 +1,154 @@
+"""Statistics and gradient of a loss from a single read of the logits, by programs that share a row."""
+
+import pytest
+import torch
+
+from logitless import cross_entropy
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import (
+    TokenBuffers,
+    allocate_stats,
+    reads_once,
+    statistics_and_gradient,
+)
+from logitless.kernels.head.transform import LogitTransform
+from logitless.losses import given_logits
+from tests.support import DEVICE, relative_error
+
+IGNORED = -100
+pytestmark = pytest.mark.skipif(not uses_triton(DEVICE, torch.float32), reason="a Triton kernel")
+
+
+@pytest.fixture(params=[(32, 2), (512, 5)], ids=str)
+def block(request, monkeypatch):
+    """The columns of a block, and the blocks of a part: several parts, and one."""
+    from logitless.kernels.head import split_rows_triton
+
+    monkeypatch.setattr(split_rows_triton, "BLOCK", request.param[0])
+    monkeypatch.setattr(split_rows_triton, "BLOCKS", request.param[1])
+
+
+def expected(logits, targets, grads, transform, class_weights):
+    """({statistic: (N,)}, the gradient) from the definitions, in fp64."""
+    supervised = targets != IGNORED
+    x = logits.double().where(supervised[:, None], 0.0).requires_grad_()
+    u = transform.logit_scale * x
+    cap = transform.softcap
+    z = (u if cap is None else cap * torch.tanh(u / cap)) / transform.temperature
+    lse = z.logsumexp(1)
+    stats = {
+        "logps": z.gather(1, targets.where(supervised, 0)[:, None])[:, 0] - lse,
+        "lse": lse,
+        "sum_logits": (z if class_weights is None else z * class_weights.double()).sum(1),
+    }
+    total = sum((g.double() * stats[name]).where(supervised, 0.0).sum() for name, g in grads.items())
+    (gradient,) = torch.autograd.grad(total, x)
+    return {name: each.detach().where(supervised, 0.0) for name, each in stats.items()}, gradient
+
+
+SOFTCAPPED = LogitTransform(5.0, 1.3, 0.7)
+CASES = (
+    (torch.float32, "logps", LogitTransform(), False),
+    (torch.float32, "logps", SOFTCAPPED, False),
+    (torch.float32, "logps lse sum_logits", SOFTCAPPED, True),
+    (torch.bfloat16, "logps lse", LogitTransform(), False),
+    (torch.bfloat16, "logps lse sum_logits", LogitTransform(), False),
+    (torch.float16, "logps lse sum_logits", LogitTransform(1.0, 2.0), True),
+)
+
+
+@pytest.mark.parametrize(("dtype", "names", "transform", "is_weighted"), CASES)
+def test_the_definitions(block, dtype, names, transform, is_weighted):
+    names = names.split()
+    N, V = 9, 300
+    generator = torch.Generator("cpu").manual_seed(0)
+    logits = (4 * torch.randn(N, V, generator=generator, device="cpu")).to(DEVICE, dtype)
+    targets = torch.randint(V, (N,), generator=generator, device="cpu").to(DEVICE)
+    logits[0, targets[0]] = 25.0  # confident
+    targets[1], logits[1] = IGNORED, torch.nan
+    logits[2, :200] = -60000.0 if dtype == torch.float16 else -1e30  # parts with nothing
+    targets[2], targets[3] = 250, V - 1
+    weights = torch.rand(V, generator=generator, device="cpu").to(DEVICE) if is_weighted else None
+    if "sum_logits" in names:
+        logits[2] = logits[2].clamp(min=-60.0)
+    grads = {name: torch.randn(N, generator=generator, device="cpu").to(DEVICE) for name in names}
+    out = allocate_stats(names, N, torch.float32, DEVICE)
+    gradient = torch.full_like(logits, torch.nan)
+    options = {"transform": transform, "class_weights": weights, "ignore_index": IGNORED}
+    statistics_and_gradient(logits, targets, out, TokenBuffers(**grads), gradient=gradient, **options)
+    stats, truth = expected(logits, targets, grads, transform, weights)
+    for name in names:
+        assert relative_error(getattr(out, name), stats[name]) < 1e-6, name
+    assert not gradient[1].any()
+    eps = torch.finfo(dtype).eps
+    # The gradient of a confident token underflows in fp16.
+    for row in (*([] if dtype == torch.float16 else [0]), 2, 3, slice(None)):
+        assert relative_error(gradient[row], truth[row]) < (1e-5 if dtype == torch.float32 else eps), row
+
+
+def test_a_confident_token(block):
+    """1 - p of the target does not cancel."""
+    logits = torch.zeros(2, 300, device=DEVICE)
+    logits[:, 200] = 20.0
+    targets = torch.full((2,), 200, device=DEVICE)
+    grads = {"logps": torch.full((2,), -1.0, device=DEVICE)}
+    out, gradient = allocate_stats(("logps",), 2, torch.float32, DEVICE), torch.empty_like(logits)
+    options = {"transform": LogitTransform(), "gradient": gradient}
+    statistics_and_gradient(logits, targets, out, TokenBuffers(**grads), **options)
+    stats, truth = expected(logits, targets, grads, LogitTransform(), None)
+    assert relative_error(out.logps, stats["logps"]) < 1e-6
+    assert relative_error(gradient[:, 200], truth[:, 200]) < 1e-6
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("column", [0, 150])
+def test_not_finite(block, value, column):
+    logits = torch.randn(2, 300, device=DEVICE)
+    logits[0, column] = value
+    targets = torch.tensor([7, 7], device=DEVICE)
+    grads = TokenBuffers(logps=torch.ones(2, device=DEVICE))
+    out, gradient = allocate_stats(("logps",), 2, torch.float32, DEVICE), torch.empty_like(logits)
+    statistics_and_gradient(logits, targets, out, grads, transform=LogitTransform(), gradient=gradient)
+    assert out.logps[0].isnan() and gradient[0].isnan().all()
+    assert out.logps[1].isfinite() and gradient[1].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
+def test_the_backward_passes_of_a_loss(block, options, monkeypatch):
+    """The first one returns what the forward pass has written, unless the upstream gradient is not 1."""
+    passes = []
+    written = given_logits.kernels.statistics_and_gradient
+
+    def noted(*operands, **arguments):
+        passes.append(arguments["gradient"].data_ptr())
+        written(*operands, **arguments)
+
+    monkeypatch.setattr(given_logits.kernels, "statistics_and_gradient", noted)
+    logits = torch.randn(5, 300, device=DEVICE).requires_grad_()
+    targets = torch.tensor([3, IGNORED, 299, 0, 70], device=DEVICE)
+    assert reads_once(logits)
+    loss = cross_entropy(logits, targets, **options)
+    wide = logits.detach().double().requires_grad_()
+    truth = torch.nn.functional.cross_entropy(wide, targets, **options)
+    upstream = torch.ones_like(loss)
+    if loss.dim():
+        upstream[2:] = torch.tensor([0.3, 0.0, -2.0], device=DEVICE)
+    pointers = []
+    for factor in (1.0, 1.0, 0.7):
+        (actual,) = torch.autograd.grad(loss, logits, factor * upstream, retain_graph=True)
+        (d_truth,) = torch.autograd.grad(truth, wide, factor * upstream.double(), retain_graph=True)
+        assert relative_error(actual, d_truth) < 2e-6
+        pointers.append((actual.data_ptr(), actual))
+    assert len(passes) == 1 and pointers[0][0] == passes[0]
+    loss = cross_entropy(logits, targets, **options)
+    (actual,) = torch.autograd.grad(0.7 * loss.sum(), logits)
+    (d_truth,) = torch.autograd.grad(0.7 * truth.sum(), wide)
+    assert relative_error(actual, d_truth) < 2e-6 and actual.data_ptr() == passes[1]
+
+
+def test_losses_that_are_not_linear_read_the_logits_twice(monkeypatch):
+    monkeypatch.setattr(given_logits.kernels, "statistics_and_gradient", None)
+    logits, targets = torch.randn(5, 300, device=DEVICE).requires_grad_(), torch.arange(5, device=DEVICE)
+    for options in ({"z_loss": 0.1}, {"dft": True}):
+        cross_entropy(logits, targets, **options).backward()
+    cross_entropy(logits * 1.0, targets, inplace=True).backward()
