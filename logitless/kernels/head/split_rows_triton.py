@@ -8,7 +8,8 @@ the L2 cache, to write the gradient. The parts of all programs that run at a tim
 Programs wait for each other, but cannot wait for ever, in whatever order the GPU starts them. Each program
 takes a ticket when it starts, and tickets are rows and parts in order. As long as the programs of the first
 unfinished row have not all started, fewer programs than parts are running, because those of earlier rows are
-finished. A GPU with as many multiprocessors as a row has parts (`runs_on`) then has room for the next one.
+finished. A GPU with twice as many multiprocessors as a row has parts (`runs_on`) then has room for the next
+one, also while kernels of other streams run.
 """
 
 import torch
@@ -340,7 +341,8 @@ def runs_on(device: torch.device, V: int) -> bool:
         return True  # in Triton's interpreter
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return triton.cdiv(V, BLOCKS * BLOCK) <= torch.cuda.get_device_properties(device).multi_processor_count
+    parts = triton.cdiv(V, BLOCKS * BLOCK)
+    return 2 * parts <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def statistics_and_gradient(
