@@ -1,4 +1,4 @@
-"""Operands of the layer operators (norm, rope, gated): checks, and views for their kernels."""
+"""Operands of the layer operators (norm, rope, gated, LoRA): checks, and views for their kernels."""
 
 import contextlib
 import functools

@@ -1,9 +1,10 @@
 """Triton kernels of `lora_dropout.py`: one for the forward pass, one for the backward pass.
 
-The kernel of the forward pass draws the masks. One of its programs computes one projection; programs with
-consecutive numbers compute those of one input, so that x is read once from memory, and from the cache for the
-other projections. The kernel of the backward pass reads x and the masks and changes d_x once, for all
-projections of one input: a program has a tile of columns and loops over a piece of the rows.
+The kernel of the forward pass draws the masks. One of its programs computes a block of rows of one
+projection; programs with consecutive numbers compute the same rows of all projections of one input, so that
+x is read once from memory, and from the cache for the other projections. The kernel of the backward pass
+reads x and the masks and changes d_x once, for all projections of one input: a program has a tile of columns
+and loops over a piece of the rows.
 
 Byte k of a row of bits has those of the columns 8 k to 8 k + 7, which are registers of one thread.
 """
@@ -28,7 +29,8 @@ MAX_STRIDE = 2**24
 ROUNDS = tl.constexpr(7)
 # Padded rank -> stages of the loads of the forward pass, so that their tiles fit into shared memory.
 STAGES = {16: 3, 32: 3, 64: 2, 128: 1}
-# Most rows of A, padded, in a program of the backward pass, which keeps their gradients in registers.
+# Most rows of A, padded, of several projections in a program of the backward pass, which keeps their
+# gradients in registers; one projection may have more.
 MAX_HEIGHT = 96
 # For more than 32 rows of A. On AMD GPUs, warps have 64 threads.
 WARPS = 4 if torch.version.hip else 8
@@ -38,8 +40,9 @@ WARPS = 4 if torch.version.hip else 8
 def draw_bits(row, byte, low, high, k0, k1, threshold):
     """Return eight bits for each row and byte: whether random numbers of 16 bits are at least the threshold.
 
-    The numbers are compared bit by bit, all eight at once: bit 4 m + j of the numbers is byte m of the random
-    word j.
+    The key of Philox is (k0, k1), the halves of the seed. Its counter is (row, byte, low, high), the last two
+    being the offset of the mask. The numbers are compared bit by bit, all eight at once: bit 4 m + j of the
+    numbers is byte m of the random word j.
     """
     c0 = row.to(tl.uint32)[:, None] + tl.zeros_like(byte).to(tl.uint32)[None, :]
     zero = c0 * 0
@@ -343,8 +346,8 @@ def _random_state(x: Tensor, count: int) -> tuple[Tensor | None, int, int, int, 
     device.
 
     Returns:
-        (seed on the device or None, the halves of the seed, the offset of the first mask in 31 bits and the
-        rest of it).
+        (seed on the device or None, the halves of the seed, a quarter of the offset for the first mask, in 31
+        bits and the rest).
     """
     if x.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return x.new_empty((), dtype=torch.int64).random_(), 0, 0, 0, 0

@@ -37,18 +37,12 @@ EXPRESSIONS = (
     ast.expr_context,
 )
 BUILTINS = ("len", "int", "float", "tuple", "slice")
-# Parts of names of operators that are random, that change state, or that autocast runs in another dtype.
-REFUSED_OPERATORS = (
-    "rand",
-    "dropout",
-    "bernoulli",
-    "rms_norm",
-    "layer_norm",
-    "normalize",
-    "autocast",
-    "no_grad",
-    "hook",
-)
+# Parts of names of operators -> why a function that uses them is refused.
+REFUSED_OPERATORS = {
+    **dict.fromkeys(("rand", "dropout", "bernoulli"), "is random"),
+    **dict.fromkeys(("rms_norm", "layer_norm", "normalize"), "autocast may run in another dtype"),
+    **dict.fromkeys(("autocast", "no_grad", "hook"), "changes a state"),
+}
 
 
 def attributes_read(
@@ -136,9 +130,11 @@ class _Reader:
             self._visit(node.slice)
             return
         if isinstance(node, ast.Attribute):
-            is_inplace = node.attr.endswith("_") or node.attr == "data"
-            if is_inplace or any(part in node.attr for part in REFUSED_OPERATORS):
-                self._refuse(f"uses {node.attr}")
+            if node.attr.endswith("_") or node.attr == "data":
+                self._refuse(f"uses {node.attr}, which may change its arguments")
+            for part, why in REFUSED_OPERATORS.items():
+                if part in node.attr:
+                    self._refuse(f"uses {node.attr}, which {why}")
         if isinstance(node, ast.Name):
             self._name(node.id)
         for child in ast.iter_child_nodes(node):

@@ -1,10 +1,11 @@
 """`cross_entropy` of logits that exist already, by the kernels of the losses.
 
-On NVIDIA GPUs, the forward pass already writes the gradient for an upstream gradient of 1, while it reads the
-logits for a few statistics per token. The backward pass then has nothing left to do, unless the upstream
-gradient of a row differs from 1. With `z_loss`, `dft` or `inplace`, and on other devices, the backward pass
-reads the logits again and writes their gradient: to a new tensor, or over the logits. The host waits for the
-counts of invalid targets at the end of the forward pass, while the GPU reads the logits.
+On NVIDIA GPUs (`cross_entropy.reads_once`), the forward pass already writes the gradient for an upstream
+gradient of 1, while it reads the logits for a few statistics per token. The backward pass then has nothing
+left to do, unless the upstream gradient of a row differs from 1. With `z_loss`, `dft` or `inplace`, and on
+other devices, the backward pass reads the logits again and writes their gradient: to a new tensor, or over
+the logits. The host waits for the counts of invalid targets at the end of the forward pass, while the GPU
+reads the logits.
 """
 
 from collections.abc import Mapping
@@ -350,11 +351,10 @@ class _Losses(torch.autograd.Function):
         ctx, logits: Tensor, loss: CrossEntropyLoss, batch: Batch, factor: float | Tensor, inplace: bool
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        # The gradient for an upstream gradient of 1, which the first backward pass returns.
-        ctx.gradient = None
+        gradient = None  # for an upstream gradient of 1; the first backward pass returns it
         if len(logits) and not inplace and loss.is_linear and kernels.reads_once(logits):
             rows, buffers = _allocated(logits, loss)
-            ctx.gradient = torch.empty_like(rows)
+            gradient = torch.empty_like(rows)
             zeros = {name: torch.zeros_like(buffers.lse) for name, _ in buffers.items()}
             _, gradients = _evaluated(loss, zeros, batch, factor, differentiate=True)
             kernels.statistics_and_gradient(
@@ -362,11 +362,11 @@ class _Losses(torch.autograd.Function):
                 batch.given_targets,
                 buffers,
                 kernels.TokenBuffers(**gradients),
-                gradient=ctx.gradient,
+                gradient=gradient,
                 **_options(loss, batch.class_weights),
             )
             stats = dict(buffers.items())
-            values = sum([gradient * stats[name] for name, gradient in gradients.items()])
+            values = sum([d_statistic * stats[name] for name, d_statistic in gradients.items()])
             values = values if loss.reduction == "none" else values.sum().view(1)
         else:
             rows, buffers = _statistics(logits, loss, batch)
@@ -375,7 +375,9 @@ class _Losses(torch.autograd.Function):
         ctx.loss, ctx.inplace = loss, inplace
         ctx.names, ctx.differentiated = tuple(stats), tuple(gradients)
         ctx.is_overwritten = False
-        operands = rows, batch.given_targets, batch.class_weights
+        ctx.returns_saved = gradient is not None
+        # The gradient is saved like every tensor, so that checkpoints and offloading see it.
+        operands = rows, batch.given_targets, batch.class_weights, gradient
         ctx.save_for_backward(*operands, *stats.values(), *gradients.values())
         return values
 
@@ -394,15 +396,15 @@ class _Losses(torch.autograd.Function):
                 "logits; leave inplace out."
             )
         ctx.is_overwritten = ctx.inplace
-        logits, targets, class_weights, *saved = ctx.saved_tensors
+        logits, targets, class_weights, gradient, *saved = ctx.saved_tensors
         count = len(ctx.names)
         stats = kernels.TokenBuffers(**dict(zip(ctx.names, saved[:count], strict=True)))
         scaled = [gradient * upstream for gradient in saved[count:]]
         grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, scaled, strict=True)))
-        gradient, ctx.gradient = ctx.gradient, None
         unless_one = None
-        if gradient is not None:
+        if ctx.returns_saved:
             unless_one = upstream.expand(len(logits))
+            ctx.returns_saved = False  # a second backward pass must not write to what this one has returned
         else:
             gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         options = _options(ctx.loss, class_weights) | {"upstream": unless_one}

@@ -104,12 +104,13 @@ def gradient_combinations() -> Iterator[Combination]:
 
 
 def split_combinations() -> Iterator[Combination]:
-    block = split_rows_triton.BLOCK
+    block, length = split_rows_triton.BLOCK, split_rows_triton.BLOCKS * split_rows_triton.BLOCK
     for dtype, (total, weights), softcap, parts in itertools.product(
-        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 19)
+        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 15)
     ):
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
-        flags |= {"PADDED": 1 << (parts - 1).bit_length(), "PUBLISH": True, "FINISH": True, "BLOCK": block}
+        flags |= {"PADDED": 1 << (parts - 1).bit_length(), "LENGTH": length, "PUBLISH": True, "FINISH": True}
+        flags |= {"VECTOR": 4 if dtype == "fp32" else 8, "BLOCK": block}
         yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 

@@ -298,7 +298,8 @@ def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:
     loss = call.loss
     between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)
     weights = loss.sum_logits_weights
-    summed = weights is not None and call.inputs[weights] is not None
+    has_sum = "sum_logits" in loss.differentiates or "sum_logits" in loss.observes
+    summed = has_sum and weights is not None and call.inputs[weights] is not None
     return not (between or summed or loss.return_predictions)
 
 

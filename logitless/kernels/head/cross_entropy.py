@@ -6,14 +6,15 @@
                        logits
     logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token statistics
     statistics_and_gradient
-                       both, if the gradients of the statistics are known before the statistics, reading the
-                       logits once
+                       the first and the third at once, if the gradients of the statistics are known
+                       before the statistics: the logits are read from memory once
 
 The logits z of the statistics are those after the head transform (`kernels/head/transform.py`).
 `statistics.py` has the formulas of all statistics and of their derivatives.
 
-Each operator has two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below, which
-processes a few rows at a time so that its temporaries are small compared with the chunk. "In place" means
+The first three have two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below,
+which processes a few rows at a time so that its temporaries are small compared with the chunk. The last one
+is a Triton kernel (`split_rows_triton.py`) and runs where `reads_once` is True. "In place" means
 that the result is written to `gradient`, which is `logits` or a narrower tensor in the same memory.
 
 Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, and fp64 for fp64 logits, for
@@ -183,7 +184,9 @@ def logits_gradient(
 
 
 def reads_once(logits: Tensor) -> bool:
-    """Whether `statistics_and_gradient` is faster than the two operators, and right."""
+    """Whether `statistics_and_gradient` runs for these logits: on NVIDIA GPUs with enough multiprocessors for
+    a row, and in Triton's interpreter; not in fp64.
+    """
     if not uses_triton(logits.device, logits.dtype):
         return False
     from logitless.kernels.head import split_rows_triton
@@ -202,7 +205,10 @@ def statistics_and_gradient(
     class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
 ) -> None:
-    """Write what `token_statistics` and `logits_gradient` write, where `reads_once` is True."""
+    """Write the statistics that can have such gradients to `out`, and d loss / d logits to `gradient`.
+
+    Only where `reads_once` is True. entropy and is_top1 of `out` are not written.
+    """
     from logitless.kernels.head import split_rows_triton
 
     split_rows_triton.statistics_and_gradient(

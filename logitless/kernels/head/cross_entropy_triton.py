@@ -463,7 +463,14 @@ def logits_gradient(
         dense(stats.lse_residual),
         *(
             zeros if x is None else dense(x)
-            for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)
+            # 0 times an entropy that was not computed may be NaN.
+            for x in (
+                None if grads.entropy is None else stats.entropy,
+                grads.logps,
+                grads.lse,
+                grads.entropy,
+                grads.sum_logits,
+            )
         ),
         zeros if upstream is None else dense(upstream),
         logits.stride(0),

@@ -8,8 +8,8 @@ the L2 cache, to write the gradient. The parts of all programs that run at a tim
 Programs wait for each other, but cannot wait for ever, in whatever order the GPU starts them. Each program
 takes a ticket when it starts, and tickets are rows and parts in order. As long as the programs of the first
 unfinished row have not all started, fewer programs than parts are running, because those of earlier rows are
-finished. A GPU with twice as many multiprocessors as a row has parts (`runs_on`) then has room for the next
-one, also while kernels of other streams run.
+finished. A GPU with as many multiprocessors as a row has parts then has room for the next one. `runs_on` asks
+for twice as many, for another such launch on another stream.
 """
 
 import torch
@@ -145,7 +145,8 @@ def split_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """`arrivals`: zeros, the number of programs that have started, and of the published parts of each row.
-    `partials`: (rows, 3, PARTS), the maximum, the sum of exponentials and the weighted sum of logits.
+    `partials`: (rows, 3, PARTS): the shift of the exponentials, at most DRIFT below the largest logit; their
+    sum, without the target; the weighted sum of logits.
 
     One of PUBLISH and FINISH is False in Triton's interpreter, which runs a program after another: it takes
     two launches.
@@ -336,7 +337,7 @@ def split_rows_kernel(
 
 
 def runs_on(device: torch.device, V: int) -> bool:
-    """Whether the device runs all parts of a row at a time. Not measured on GPUs of other vendors."""
+    """Whether the device has two multiprocessors for each part of a row; not tried on other vendors' GPUs."""
     if device.type == "cpu":
         return True  # in Triton's interpreter
     if device.type != "cuda" or torch.version.hip is not None:

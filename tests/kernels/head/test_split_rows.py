@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from logitless import cross_entropy
 from logitless.kernels import uses_triton
@@ -123,7 +124,14 @@ def test_the_backward_passes_of_a_loss(block, options, monkeypatch):
         passes.append(arguments["gradient"].data_ptr())
         written(*operands, **arguments)
 
+    def poisoned(*arguments):
+        buffers = allocate_stats(*arguments)
+        for _, buffer in buffers.items():
+            buffer.fill_(torch.nan)  # what is not written must not be read
+        return buffers
+
     monkeypatch.setattr(given_logits.kernels, "statistics_and_gradient", noted)
+    monkeypatch.setattr(given_logits.kernels, "allocate_stats", poisoned)
     logits = torch.randn(5, 300, device=DEVICE).requires_grad_()
     targets = torch.tensor([3, IGNORED, 299, 0, 70], device=DEVICE)
     assert reads_once(logits)
@@ -144,6 +152,24 @@ def test_the_backward_passes_of_a_loss(block, options, monkeypatch):
     (actual,) = torch.autograd.grad(0.7 * loss.sum(), logits)
     (d_truth,) = torch.autograd.grad(0.7 * truth.sum(), wide)
     assert relative_error(actual, d_truth) < 2e-6 and actual.data_ptr() == passes[1]
+
+
+def test_checkpoints_and_offloading_see_the_gradient(block):
+    """It is as large as the logits: a checkpoint must not keep it."""
+    logits, targets = torch.randn(5, 300, device=DEVICE).requires_grad_(), torch.arange(5, device=DEVICE)
+    (expected,) = torch.autograd.grad(cross_entropy(logits, targets), logits)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(x) or len(packed) - 1, packed.__getitem__
+    ):
+        loss = cross_entropy(logits, targets)
+    assert [x.shape for x in packed].count(logits.shape) == 2
+    (function, _), *_ = loss.grad_fn.next_functions  # behind the view
+    assert function.name() == "_LossesBackward"
+    assert not any(isinstance(x, torch.Tensor) for x in vars(function).values())
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
+    again = torch.utils.checkpoint.checkpoint(cross_entropy, logits, targets, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again, logits)[0], expected)
 
 
 def test_losses_that_are_not_linear_read_the_logits_twice(monkeypatch):

@@ -340,6 +340,7 @@ LOSSES = {
     "cross-entropy, softcap": (CrossEntropyLoss, {"softcap": 5.0, "logit_scale": 1.2}, {"read"}),
     "z-loss: in fp32": (CrossEntropyLoss, {"z_loss": 0.1}, set()),
     "smoothing: in fp32": (CrossEntropyLoss, {"label_smoothing": 0.1}, set()),
+    "class weights": (CrossEntropyLoss, {"class_weights": True}, {"read"}),
     "weighted sums of logits": (
         CrossEntropyLoss,
         {"reduction": "none", "label_smoothing": 0.1, "class_weights": True},
