@@ -25,7 +25,7 @@ from logitless.losses.dpo_types import (
     Pairs,
 )
 from logitless.losses.inputs import HeadWeight, ReferenceInputs
-from logitless.losses.numerics import bounded_exp
+from logitless.losses.numerics import LARGEST
 from logitless.losses.preference import (
     PairedLoss,
     ReferencedLoss,
@@ -254,4 +254,5 @@ class DPOLoss(ReferencedLoss, PairedLoss):
             return 1.0
         aligned = batch.sum_by_sequence(stats.logps.detach() - stats.log_sum_sq_probs)
         chosen, rejected = of_pairs(aligned / batch.lengths.clamp(min=1))
-        return bounded_exp(chosen + rejected)
+        # Not bounded below: a small weight may multiply a large loss, such as that of forward_kl.
+        return (chosen + rejected).clamp(max=LARGEST).exp()

@@ -202,6 +202,14 @@ def test_every_formula(name, options):
     check(formula(name, options))
 
 
+def test_a_small_weight_of_a_large_loss():
+    """WPO's weight of an unlikely pair is below exp(-80), and the loss of `forward_kl` above exp(70)."""
+    options = {"loss_type": "sigmoid", "f_divergence_type": "forward_kl", "beta": 0.5, "label_smoothing": 0.1}
+    options |= {"use_weighting": True, "reference_free": True}
+    case = {"inputs": {"reference": "tokens"}, "lengths": (3, 5), "padding": 1, "peak": 16.0, "main": True}
+    check(Call(loss="DPO", options=options, **case))
+
+
 def formula(name: str, options: dict) -> Call:
     inputs = FORMULA_INPUTS.get(name, {})
     sizes = {"lengths": (3, 5, 2, 4), "padding": 1, "V": 13, "H": 5}
