@@ -1,8 +1,8 @@
 """`logitless.cross_entropy` of logits that exist already, beside other implementations and beside a copy.
 
-A call is forward and backward pass, for the gradient of the logits. Several calls follow each other, each on
-logits of its own, which some implementations overwrite. A copy reads and writes the logits once: the least
-that loss and gradient cost.
+A call is the forward and the backward pass, for the gradient of the logits. Several calls run in a row. Each
+has separate logits, because some implementations overwrite them. A copy of the logits reads and writes them
+once; no implementation can move fewer bytes.
 """
 
 import functools
@@ -156,9 +156,9 @@ def for_page(document: dict, source: str) -> str:
     shape = document["shape"]
     how = (
         f"One {document['device']}, {document['date'][:10]}, {shape['N']:,} x {shape['V']:,} logits in bf16: "
-        f"forward and backward pass, {CALLS} calls in a row, each on logits of its own. Copies: time as a "
-        "multiple of that of a copy of the logits, which reads and writes them once. GiB: peak memory beyond "
-        "the logits."
+        f"forward and backward pass, {CALLS} calls in a row, each with separate logits. Copies: the time "
+        "divided by the time of a copy of the logits, which reads and writes them once. GiB: peak memory "
+        "beyond the logits."
     )
     return f"{table(document, 'github')}\n\n{how}\n\n{source}"
 

@@ -368,7 +368,8 @@ class _Projections(torch.autograd.Function):
                 accumulate(d_x, transposed, _as_matrix(members[i], d_y.dtype), first=is_first)
                 is_first = False
         rows = x.reshape(-1, ctx.shape[-1]) if any(needs_a) else None
-        dtype, gradients = members[0].a.dtype, None
+        dtype = members[0].a.dtype
+        gradients = None
         if masks is None:
             transposed = d_h.t()
             if rows is not None:

@@ -276,7 +276,8 @@ def backward(
     pieces = max(1, programs * multiprocessors(d_h.device) // tiles)
     piece = cdiv(cdiv(rows, pieces), BLOCK) * BLOCK
     pieces = cdiv(rows, piece)
-    sums, x_stride = None, 0
+    sums = None
+    x_stride = 0
     if x is not None:
         x, x_stride = _strided(x)
         sums = d_h.new_empty(pieces, height, columns, dtype=torch.float32)
@@ -361,7 +362,8 @@ def _random_state(x: Tensor, count: int) -> tuple[Tensor | None, int, int, int, 
 @functools.lru_cache
 def _halves(seed: int) -> tuple[int, int]:
     """Return the lower and the upper 32 bits, each as a signed integer."""
-    low, high = seed & 0xFFFFFFFF, seed >> 32
+    low = seed & 0xFFFFFFFF
+    high = seed >> 32
     return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 

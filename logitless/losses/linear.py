@@ -371,7 +371,8 @@ class LinearLoss(CheckedCall):
 
     def bind(self, call: CallArguments) -> HeadCall:
         """Check and prepare the arguments of a call, and return its `HeadCall`: steps 1 to 3 of `solve`."""
-        inputs, mask = call.inputs, call.mask
+        inputs = call.inputs
+        mask = call.mask
         sampling_mask = inputs.pop("sampling_mask", None)
         if is_head(call.weight, *inputs.values()) or not isinstance(call.weight, Tensor | SplitHead):
             self.check_tensors(hidden=call.hidden)

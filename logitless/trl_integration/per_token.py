@@ -334,7 +334,8 @@ class View:
 
 def compute_sft_loss(session: ChunkedLossSession, original: Callable, arguments: Any) -> Any:
     """Run TRL's own `compute_loss` with a fused head that returns sums."""
-    trainer, model = session.trainer, arguments.model
+    trainer = session.trainer
+    model = arguments.model
     check_label_smoothing(trainer)
     options = SumOptions(dft=trainer.args.loss_type == "dft", label_smoothing=label_smoothing_of(trainer))
     if not is_attached(session, model):
