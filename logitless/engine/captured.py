@@ -5,10 +5,10 @@ of a call that is projected early (`early_projection`) has no host sync until al
 calls with equal keys come again and again, their kernels are captured once and replayed afterwards: the same
 kernels, with the same results.
 
-Two graphs are captured. The first clamps the targets and counts the rows for which the guess of an early
-projection is wrong; the second has the pass except for product 3. Outside of the graphs, the call copies its
-per-token tensors to the addresses that the graphs read, and computes product 3, so that d_weight is a new
-tensor. The head is read at its own address, which is a part of the key.
+The graph clamps the targets, counts the rows for which the guess of an early projection is wrong, copies the
+counts to the host, and has the pass except for product 3. Outside of the graph, the call copies its per-token
+tensors to the addresses that the graph reads, and computes product 3, so that d_weight is a new tensor. The
+head is read at its own address, which is a part of the key.
 
 All graphs of a stream share one memory pool. A lock is held from a replay until the kernels that read its
 results are queued, so no result has to survive in the pool until another replay.
@@ -174,7 +174,7 @@ def most_bytes(device: torch.device) -> int:
 
 
 def _tensors(call: HeadCall) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
-    """(The tensors that are copied for each replay; those that the graphs read at their own addresses.)"""
+    """(The tensors that are copied for each replay; those that the graph reads at their own addresses.)"""
     given = {"hidden": call.hidden, "targets": call.targets, "num_items": call.num_items}
     heads = [call.weight, call.bias]
     roles = call.loss.roles
@@ -285,14 +285,15 @@ class CapturedPass:
         self._load(given)
         static = _at_static(call, self._static)
         self._rows = rows
-        self._replay_count, (early, self._wrong) = capture(lambda: with_clamped_targets(static, rows), device)
-        self._clamped = early.targets  # the second graph reads it, so it must not reuse its memory
-        recorder = _Recorder([early], fixed_dtypes=fixed_dtypes)
+        self._wrong = HostCopy(with_clamped_targets(static, rows)[1])
+        recorder = _Recorder([static], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
+            early, wrong = with_clamped_targets(static, rows)
+            self._wrong.copy(wrong)  # first, so that the host need not wait for the pass
             return solve(early, rows, recorder), recorder.projection, recorder.chunk
 
-        self._replay_pass, (solved, projection, chunk) = capture(run, device)
+        self._replay, (solved, projection, chunk) = capture(run, device)
         self._plan = solved.plan
         self._loss, self._metrics, self._deferred = map(
             _unowned, (solved.loss, solved.metrics, solved.deferred)
@@ -311,11 +312,9 @@ class CapturedPass:
         """Run the pass on the tensors of a call with the same key; None if other rows are supervised."""
         self.last_use = CapturedPass.calls
         self._load(given)
-        self._replay_count()
-        wrong = HostCopy(self._wrong)
-        self._replay_pass()
+        self._replay()
         solved = self._copied_results(call)
-        return None if any(wrong.tolist()) else solved
+        return None if any(self._wrong.tolist()) else solved
 
     def _copied_results(self, call: HeadCall) -> Solved:
         """The results as new tensors, and product 3."""
@@ -339,7 +338,7 @@ class CapturedPass:
 
 
 def _at_static(call: HeadCall, static: Mapping[str, Tensor | None]) -> HeadCall:
-    """The call with its tensors at the addresses that the graphs read."""
+    """The call with its tensors at the addresses that the graph reads."""
     own = ("hidden", "targets", "num_items")
     inputs = {name: static.get(name, x) for name, x in call.inputs.items()}
     moved = call.with_targets(static["targets"], inputs)

@@ -8,11 +8,18 @@ class HostCopy:
     """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, x: Tensor):
-        self._copy = x.to("cpu", non_blocking=True)  # to pinned memory
-        self._copied = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+        self._numbers = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        self._copied = torch.cuda.Event(external=True) if x.is_cuda else None
+        self.copy(x)
+
+    def copy(self, x: Tensor) -> None:
+        """Copy another tensor of the same shape. If a CUDA graph captures this, each replay copies `x`."""
+        self._numbers.copy_(x, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(x.device))
 
     def tolist(self) -> list:
-        """Wait for the copy, not for work that was queued after it, and return its numbers."""
+        """Wait for the last copy, not for work that was queued after it, and return its numbers."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._copy.tolist()
+        return self._numbers.tolist()

@@ -74,10 +74,13 @@ class SequenceLayout:
         cu_seqlens: Tensor | None,
         *,
         shift: bool,
+        compact: bool,
         slices: WholeSequences,
         aligned_mask: AlignedMask | None = None,
     ):
+        self._ignore_index = ignore_index
         self._shift = shift
+        self._compact = compact
         self._slices = slices
         self.aligned_mask = aligned_mask  # the sampling mask of the call
         self.packed = cu_seqlens is not None
@@ -89,7 +92,6 @@ class SequenceLayout:
         self.cu_seqlens = cu_seqlens
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.targets = self.aligned(targets.long(), ignore_index)
-        self.counted = self.targets != ignore_index
         self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
         if self.packed:
             positions = torch.arange(targets.shape[0], device=targets.device)
@@ -110,7 +112,12 @@ class SequenceLayout:
         return x.reshape(-1, 1).expand(self.targets.shape)
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
-        """Return x in targets' shape, detached, aligned with hidden, with `fill` for unsupervised tokens."""
+        """Return x in targets' shape, detached and aligned with hidden.
+
+        The result is contiguous, because such inputs are copied to captured passes. It has `fill` for
+        unsupervised tokens if the loss has `compact=False`. With `compact=True` no entry of an unsupervised
+        token is read.
+        """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
         else:
@@ -123,17 +130,22 @@ class SequenceLayout:
                     name, f"targets' shape {either}", tuple(x.shape), "align it with the targets"
                 )
             x = self.aligned(x, fill)
-        x = x.detach() if x.requires_grad else x
-        return torch.where(self.counted, x.to(self.dtype), fill)
+        x = (x.detach() if x.requires_grad else x).to(self.dtype)
+        return x.contiguous() if self._compact else torch.where(self._counted, x, fill)
+
+    @cached_property
+    def _counted(self) -> Tensor:
+        """Whether a token is supervised, in targets' shape."""
+        return self.targets != self._ignore_index
 
     @cached_property
     def lengths(self) -> Tensor:
         """(B,) number of supervised tokens of each sequence."""
         if self.packed:
-            counted = self.counted.to(self.dtype)
+            counted = self._counted.to(self.dtype)
             lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
         else:
-            lengths = self.counted.sum(1, dtype=self.dtype)
+            lengths = self._counted.sum(1, dtype=self.dtype)
         return self._slices.sum(lengths)
 
     @cached_property

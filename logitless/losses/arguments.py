@@ -61,6 +61,7 @@ class CallArguments:
             self.loss.ignore_index,
             self.cu_seqlens,
             shift=self.shift,
+            compact=self.loss.compact,
             slices=self.loss.sequences,
             aligned_mask=self.aligned_mask,
         )

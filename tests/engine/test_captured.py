@@ -12,6 +12,7 @@ from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, linear_cross_entropy
 from logitless.engine import captured, early_projection, remembered
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY
+from logitless.engine.host_copy import HostCopy
 from tests.support import DEVICE
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -483,6 +484,27 @@ def test_a_capture_that_fails_changes_nothing(run):
     replay, result = captured.capture(doubled, DEVICE)
     replay()
     assert result.tolist() == [0, 2, 4, 6]
+
+
+@on_a_gpu
+def test_the_host_waits_for_the_counts_of_its_own_replay():
+    """Not for those of an earlier replay, and not for what is queued after them."""
+    x = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    counts = HostCopy(x)
+
+    def run():
+        counts.copy(x)
+        torch.cuda._sleep(20_000_000)
+        return x * 2
+
+    replay, _ = captured.capture(run, DEVICE)
+    for number in range(20):
+        torch.cuda._sleep(2_000_000)
+        x.fill_(number)
+        replay()
+        assert counts.tolist() == [number] * 4
+        assert not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
 
 
 @on_a_gpu

@@ -135,14 +135,14 @@ def test_a_mask_of_zeros_is_a_step_without_targets(name, monkeypatch):
         return out.item()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         assert value(zeros.bool()) == value(zeros.long()) == 0
         x.targets.fill_(-100)
         assert value(zeros + 1) == 0  # no target, but the mask is no reason
     with pytest.warns(UserWarning, match=WITHOUT_A_ONE):
         assert value(zeros) == 0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         assert value(zeros) == 0
 
 

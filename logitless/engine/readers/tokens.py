@@ -181,8 +181,12 @@ class TokenReader(Reader):
         vocabulary.merge_stats(stats, chunk.targets)
 
     def _head_sums(self, projection: Projection) -> Tensor | None:
-        """`fused_projection.head_sums`, computed for the first chunk if the loss observes `sum_logits`."""
-        if self.head_sums is None and self.stats.sum_logits is not None:
+        """`fused_projection.head_sums`, computed for the first chunk if the loss observes `sum_logits`.
+
+        None also for calls of few rows, whose logits the kernel sums.
+        """
+        wanted = self.stats.sum_logits is not None and self.rows.count >= fused.HEAD_SUM_ROWS
+        if self.head_sums is None and wanted:
             self.head_sums = fused.head_sums(
                 projection.weight, self.call.bias, self.call.loss.logit_transform
             )

@@ -223,7 +223,8 @@ def finish_kernel(
         tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
         tl.store(is_top1_ptr + rows, tl.where(supervised, hit, 0.0), mask=here)
     if SUM:
-        sum_z = (tl.sum(logit_sum, 0) + V * shift) * LN2
+        # Each of the tiles * BN columns subtracted the shift.
+        sum_z = (tl.sum(logit_sum, 0) + tiles * BN * shift) * LN2
         tl.store(sum_logits_ptr + rows, tl.where(supervised, sum_z, 0.0), mask=here)
     if SQUARES:
         e_y = tl.exp2(target_logit)

@@ -65,8 +65,8 @@ def read_half(
     """Return partial sums over the BN columns from n0 on, without the target.
 
     With d = log2(e) z - shift and e = 2^d: the sum of e, the largest d, the sum of e d, the sum of d (with
-    the target), the sum of e^2; with AGAIN also whether a column before the target equals the target. With
-    WRITE, e is stored.
+    the target, and with d = -shift in columns from V on), the sum of e^2; with AGAIN also whether a column
+    before the target equals the target. With WRITE, e is stored.
     """
     grad, bias_ptr, shift, target_logit, y, m0, V, gain, squash, cap = operands
     cols = (n0 + tl.arange(0, BN))[None, :]
@@ -76,7 +76,7 @@ def read_half(
     sum_d, logit_sum, sum_sq = tl.zeros_like(shift), tl.zeros_like(shift), tl.zeros_like(shift)
     tied = tl.zeros_like(y)
     if SUM:
-        logit_sum = tl.sum(tl.where(cols < V, d, 0.0), 1)
+        logit_sum = tl.sum(d, 1)
     if AGAIN and EXTRA:
         tied = tl.max(((d == target_logit[:, None]) & (cols < y[:, None])).to(tl.int32), 1)
     # NEVER is finite, so that p log p is 0 and not NaN.

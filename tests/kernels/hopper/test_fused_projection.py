@@ -391,10 +391,12 @@ def test_a_pair_beyond_the_budget_is_walked_twice(served):
 
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_sums_of_logits_come_from_the_sum_of_the_head(served, monkeypatch, softcap):
-    """Made once a call, and not where nobody asks; a soft cap's logits are added up in the epilogue."""
+@pytest.mark.parametrize(("softcap", "few"), [(None, False), (None, True), (5.0, False)])
+def test_sums_of_logits_come_from_the_sum_of_the_head(served, monkeypatch, softcap, few):
+    """Made once a call, and not where nobody asks; the logits of few rows and those of a soft cap are added
+    up in the epilogue."""
     made, counted, given = [], fused.read, []
+    monkeypatch.setattr(fused, "HEAD_SUM_ROWS", PAIRS * LENGTH if few else 1)
     add_up = fused.head_sums
     monkeypatch.setattr(fused, "head_sums", lambda *args: made.append(add_up(*args)) or made[-1])
     monkeypatch.setattr(fused, "read", lambda *args, **how: given.append(how) or counted(*args, **how))
@@ -406,8 +408,9 @@ def test_sums_of_logits_come_from_the_sum_of_the_head(served, monkeypatch, softc
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     mean = loss.metrics["logits/chosen"]
     assert abs(mean - z[: PAIRS // 2, 1:].mean()) < 1e-6 * z.abs().mean()
-    assert len(given) > 2 and all((how["sums"] is None) == (softcap is not None) for how in given)
-    assert softcap is not None or len(made) == 1
+    in_epilogue = few or softcap is not None
+    assert len(given) > 2 and all((how["sums"] is None) == in_epilogue for how in given)
+    assert softcap is not None or len(made) == (not few)
     made.clear()
     CrossEntropyLoss(**chunks)(hidden, weight, targets)
     assert not made
