@@ -355,8 +355,10 @@ class _Losses(torch.autograd.Function):
         if len(logits) and not inplace and loss.is_linear and kernels.reads_once(logits):
             rows, buffers = _allocated(logits, loss)
             gradient = torch.empty_like(rows)
-            zeros = {name: torch.zeros_like(buffers.lse) for name, _ in buffers.items()}
-            _, gradients = _evaluated(loss, zeros, batch, factor, differentiate=True)
+            # The gradients of a linear loss are the same for any statistics.
+            zeros = torch.zeros_like(buffers.lse)
+            unread = {name: zeros for name, _ in buffers.items()}
+            _, gradients = _evaluated(loss, unread, batch, factor, differentiate=True)
             kernels.statistics_and_gradient(
                 rows,
                 batch.given_targets,
@@ -366,7 +368,8 @@ class _Losses(torch.autograd.Function):
                 **_options(loss, batch.class_weights),
             )
             stats = dict(buffers.items())
-            values = sum([d_statistic * stats[name] for name, d_statistic in gradients.items()])
+            first, *others = [d_statistic * stats[name] for name, d_statistic in gradients.items()]
+            values = sum(others, first)
             values = values if loss.reduction == "none" else values.sum().view(1)
         else:
             rows, buffers = _statistics(logits, loss, batch)
