@@ -8,7 +8,7 @@ class HostCopy:
     """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, x: Tensor):
-        self._numbers = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        self._numbers = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         self._copied = torch.cuda.Event(external=True) if x.is_cuda else None
         self.copy(x)
 
