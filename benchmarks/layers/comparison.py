@@ -282,7 +282,7 @@ def by_operator(document: dict, source: str) -> str:
     table = tabulate(body, headers, tablefmt="github", disable_numparse=True)
     return (
         f"{table}\n\nMicroseconds forward / backward and GiB at the peak, one {document['device']}, "
-        f"{document['date']}, bf16. Our errors against fp64 are at most twice eager PyTorch's.\n\n"
+        f"{document['date']}, bf16. The errors of logitless against fp64 are at most twice eager PyTorch's.\n\n"
         f"{source}"
     )
 

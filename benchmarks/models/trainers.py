@@ -329,7 +329,7 @@ def by_trainer(document: dict, source: str) -> str:
     return (
         f"{tables}\n\nOne {document['device']}, {document['date'][:10]}, bf16, Qwen3-0.6B's architecture "
         f"({report.sizes(sizes)}, random "
-        "weights): a whole training step, optimizer included, of TRL's trainer and of ours with "
+        "weights): a whole training step, optimizer included, of TRL's trainer and of logitless's with "
         f"{flags}. Median time of "
         f"the last {document['timed_steps']} of {document['steps']} steps"
         f"{_in_turns(document.get('rounds', 1))} and the most memory allocated "

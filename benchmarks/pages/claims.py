@@ -447,7 +447,7 @@ CLAIMS = (
     ),
     Claim(
         "docs/layers.md",
-        "our layers shorten the step from {} to {} ms, Liger's to {} ms",
+        "fused layers shorten the step from {} to {} ms, Liger's to {} ms",
         tuple(ms("step-families.json", 1, name) for name in ("stock", "our layers", "Liger's layers")),
     ),
     Claim(
@@ -633,7 +633,7 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/speculators.md",
-        "ours takes {} times its matrix products and {} GiB, torch.compile {} and {} GiB, the fused "
+        "logitless takes {} times its matrix products and {} GiB, torch.compile {} and {} GiB, the fused "
         "kernel {} and {} GiB",
         tuple(
             row(SPECULATORS, 2, name, key, unit)
@@ -643,7 +643,7 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/speculators.md",
-        "the fastest after a pause: {}, torch.compile {}, ours {}. In calls that follow each other ours "
+        "the fastest after a pause: {}, torch.compile {}, logitless {}. In calls that follow each other logitless "
         "takes {}, the fused kernel {}",
         (
             *(row(SPECULATORS, 0, name) for name in (FUSED_KL, "torch.compile", "logitless")),
@@ -786,7 +786,7 @@ CLAIMS = (
     ),
     Claim(
         PROOF_PAGE,
-        "gradient is {}% off although its loss agrees with ours to {}e-7",
+        "gradient is {}% off although its loss agrees with that of logitless to {}e-7",
         (
             Result(PROOF, ("shadow", SFT_BF16, "stock_error"), 0.01),
             Result(PROOF, ("shadow", SFT_BF16, "largest_loss_difference"), 1e-7),
@@ -794,7 +794,7 @@ CLAIMS = (
     ),
     Claim(
         PROOF_PAGE,
-        "ORPO ({}%), SFT with LoRA ({}%) and GKD ({}%) are as far off, and in GKD ours is {}% off",
+        "ORPO ({}%), SFT with LoRA ({}%) and GKD ({}%) are as far off, and in GKD the gradient of logitless is {}% off",
         (*map(bf16_off, ("ORPO", "SFT, LoRA", "GKD")), bf16_off("GKD", "error")),
     ),
     Claim(PROOF_PAGE, "mean and {}% interval", (NINETY_FIVE,)),
