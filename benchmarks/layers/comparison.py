@@ -282,8 +282,8 @@ def by_operator(document: dict, source: str) -> str:
     table = tabulate(body, headers, tablefmt="github", disable_numparse=True)
     return (
         f"{table}\n\nMicroseconds forward / backward and GiB at the peak, one {document['device']}, "
-        f"{document['date']}, bf16. The errors of logitless against fp64 are at most twice eager PyTorch's.\n\n"
-        f"{source}"
+        f"{document['date']}, bf16. The errors of logitless against fp64 are at most twice eager PyTorch's."
+        f"\n\n{source}"
     )
 
 

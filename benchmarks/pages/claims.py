@@ -643,8 +643,8 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/speculators.md",
-        "the fastest after a pause: {}, torch.compile {}, logitless {}. In calls that follow each other logitless "
-        "takes {}, the fused kernel {}",
+        "the fastest after a pause: {}, torch.compile {}, logitless {}. In calls that follow each other "
+        "logitless takes {}, the fused kernel {}",
         (
             *(row(SPECULATORS, 0, name) for name in (FUSED_KL, "torch.compile", "logitless")),
             *(row(SPECULATORS, 0, name, "hot_ratio") for name in ("logitless", FUSED_KL)),
@@ -794,7 +794,8 @@ CLAIMS = (
     ),
     Claim(
         PROOF_PAGE,
-        "ORPO ({}%), SFT with LoRA ({}%) and GKD ({}%) are as far off, and in GKD the gradient of logitless is {}% off",
+        "ORPO ({}%), SFT with LoRA ({}%) and GKD ({}%) are as far off, and in GKD the gradient of logitless "
+        "is {}% off",
         (*map(bf16_off, ("ORPO", "SFT, LoRA", "GKD")), bf16_off("GKD", "error")),
     ),
     Claim(PROOF_PAGE, "mean and {}% interval", (NINETY_FIVE,)),

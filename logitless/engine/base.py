@@ -401,7 +401,6 @@ def run_head(
     *,
     deferred: float | Tensor = 1.0,
     heads: int = 1,
-    wide_d_weight: bool = False,
 ) -> tuple[Plan, Reader, Projection]:
     """Run the chunk loop of one head, and add its gradients, up to `deferred`, to `gradients`.
 
@@ -413,9 +412,8 @@ def run_head(
         factors, known, upstream: see `Reader.__init__`.
         deferred: the factor that the sums of gradients lack, besides the upstream gradient.
         heads: number of heads of the public call.
-        wide_d_weight: see `budget.plan_for`.
     """
-    plan = plan_for(call, rows, purpose, heads, wide_d_weight=wide_d_weight)
+    plan = plan_for(call, rows, purpose, heads, wide_d_weight=gradients.sums_wide(call))
     readers = ReplayReader if call.sets is not None else call.loss.reader.of(call)
     reader = readers(call, rows, purpose, plan, factors, known, upstream)
     projections = Projection
@@ -451,8 +449,7 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
 
     Args:
         calls: the heads, in order.
-        fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens. Also set
-            for several heads.
+        fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
         main: (V, H) to which the complete gradient of the weight is added.
     """
     if len(calls) == 1 and main is None:
@@ -461,7 +458,7 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
             return _solve([(call, rows)], gradients, fixed_dtypes=fixed_dtypes, main=None)
 
         return over_rows(calls[0], run, partial(captured_solve, solve=run, fixed_dtypes=fixed_dtypes))
-    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes or len(calls) > 1, main=main)
+    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes, main=main)
 
 
 def _solve(
@@ -490,7 +487,6 @@ def _solve(
             factors,
             deferred=deferred,
             heads=len(chosen),
-            wide_d_weight=fixed_dtypes or main is not None,
         )
         row = settled(call.loss, reader.reports, call.stat_dtype)
         # A new tensor, because the outputs of an operator must not be views of each other.
@@ -632,7 +628,6 @@ def token_gradients(
         row_statistics,
         grads,
         deferred=deferred,
-        wide_d_weight=fixed_dtypes,
     )
     return deferred, gradients
 

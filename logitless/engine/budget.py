@@ -191,7 +191,7 @@ def plan_for(
         purpose: the kind of the pass.
         heads: number of heads of the public call.
         wide_d_weight: whether d_weight is summed in `stat_dtype` for any number of chunks: with
-            several heads, with a main gradient, and if the dtype must not depend on the number of tokens.
+            several heads, with a main gradient, and in compiled graphs with fp32 weights.
             `accum_dtype` of the loss overrides it. A single chunk then spares no memory.
     """
     loss = call.loss

@@ -271,7 +271,8 @@ class CapturedPass:
         fixed_dtypes: bool,
     ):
         device = call.weight.device
-        plan = plan_for(call, rows, Pass.SOLVE, wide_d_weight=fixed_dtypes)
+        gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
+        plan = plan_for(call, rows, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
         if plan.d_weight_parts > 1:
             raise RuntimeError("it has several chunks")
         if plan.chunk_bytes > most_bytes(device):

@@ -50,14 +50,15 @@ def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torc
     sums = {}
     for call in calls:
         dtypes = sum_dtypes(call, multi_head=several, wide_d_weight=True)
+        is_cast = several or call.dtype != torch.float16
         hidden, weight, bias, layers = call.indices
         if call.needs.hidden:
             sums[hidden] = call.hidden.shape, dtypes.hidden
         if call.needs.weight:
-            sums[weight] = call.weight.shape, call.weight.dtype if several else dtypes.weight
+            sums[weight] = call.weight.shape, call.weight.dtype if is_cast else dtypes.weight
         if call.needs.bias:
             shape = torch.Size((call.bias.shape[0], 1))
-            sums[bias] = shape, call.bias.dtype if several else dtypes.bias
+            sums[bias] = shape, call.bias.dtype if is_cast else dtypes.bias
         if call.layers is not None:
             for index, (name, x) in zip(layers, call.layers.tensors.items(), strict=True):
                 if name in call.layers.trained:
@@ -80,7 +81,8 @@ class Gradients:
     the loss has one. The gradient of a weight or bias that only one head uses is cast to the dtype of the
     tensor when this head is done, so that at most one such sum exists. After this cast, `finish` multiplies
     by the deferred power of two, which is exact, and by the upstream gradient, which rounds a second time
-    unless it is a power of two.
+    unless it is a power of two. `fixed_dtypes` has the same cast, except in fp16, where the sum may overflow
+    although the mean does not: one chunk needs no wider sum, and a graph saves the result in few bytes.
 
     Args:
         calls: the heads, in order.
@@ -110,13 +112,18 @@ class Gradients:
         self._weight: Sum | None = None  # of the head between `open` and `close`
         self._bias: Sum | None = None
 
+    def sums_wide(self, call: HeadCall) -> bool:
+        """Whether d_weight is summed in `stat_dtype` for any number of chunks; see `budget.plan_for`."""
+        is_fixed = self._fixed_dtypes and call.weight.dtype == call.stat_dtype
+        return self._several or self._main is not None or is_fixed
+
     def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Begin a head: allocate its sums of d_weight and d_bias, or reuse the sums of an earlier head."""
         needs = call.needs
         V, H = call.weight.shape
         _, weight, bias, _ = call.indices
         dtypes = sum_dtypes(
-            call, multi_head=self._several, wide_d_weight=several_chunks or self._fixed_dtypes
+            call, multi_head=self._several, wide_d_weight=several_chunks or self.sums_wide(call)
         )
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
@@ -190,7 +197,7 @@ class Gradients:
             indices = dict(zip(call.layers.tensors, layers, strict=True))
             for name, total in projection.layers.sums.items():
                 self.sums[indices[name]] = total.to(call.layers.tensors[name].dtype)
-        if self._several:
+        if self._several or self._fixed_dtypes and call.dtype != torch.float16:
             for index, x in ((weight, call.weight), (bias, call.bias)):
                 if index in self.sums and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)

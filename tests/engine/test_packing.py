@@ -179,6 +179,25 @@ def test_the_sums_of_gradients_are_what_graphs_are_told(make):
     assert {index: (x.shape, x.dtype) for index, x in sums.items()} == finished_sums(calls)
 
 
+@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+@pytest.mark.parametrize("budget", [None, 600], ids=["one chunk", "several"])
+@pytest.mark.parametrize(
+    ("dtype", "summed"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float32)],
+)
+def test_the_dtype_of_d_weight_in_a_graph_is_that_of_the_weight(dtype, summed, budget):
+    """Whatever the number of chunks; in fp16, where a sum may overflow, it is fp32."""
+    hidden = torch.randn(9, H, dtype=dtype, device="cpu")
+    weight = torch.randn(V, H, dtype=dtype, device="cpu", requires_grad=True)
+    targets = torch.arange(9, device="cpu") % V
+    calls = unpack(*pack([given(CrossEntropyLoss(logits_budget=budget), hidden, weight, targets)]))
+    with torch.no_grad():
+        solved = solve(calls, fixed_dtypes=True)
+    (d_weight,) = solved.gradients.sums.values()
+    assert (solved.plan.d_weight_parts > 1) == (budget is not None)
+    assert d_weight.dtype == summed
+
+
 def test_gradient_of_a_tensor_in_two_places():
     x = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
     targets = torch.arange(V).flip(0)
