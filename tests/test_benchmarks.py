@@ -462,6 +462,25 @@ def test_pages_are_those_of_the_results(tmp_path):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")
 
 
+def test_points_of_few_tokens_are_of_the_small_calls():
+    """Of the same H and V, and of cross-entropy alone; other implementations keep theirs."""
+    from benchmarks.losses.picture import with_few_tokens
+
+    def section(N, V=9, objective="CE", **ratios):
+        rows = [{"name": name, "ratio": ratio} for name, ratio in ratios.items()]
+        return {"objective": objective, "shape": {"N": N, "V": V}, "rows": rows}
+
+    sweep = [section(8, logitless=1, Liger=2), section(16, logitless=3)]
+    small = [section(4, logitless=4), section(8, logitless=5), section(8, V=7, logitless=6)]
+    small += [section(16, objective="DPO", logitless=7)]
+    found = {
+        each["shape"]["N"]: {row["name"]: row["ratio"] for row in each["rows"]}
+        for each in with_few_tokens(sweep, {"sections": small})
+    }
+    assert found == {4: {"logitless": 4}, 8: {"logitless": 5, "Liger": 2}, 16: {"logitless": 3}}
+    assert list(found) == sorted(found)
+
+
 def test_the_picture_has_the_runs_of_the_most_implementations():
     few, many, newer = (
         {"runs": [{"variant": name} for name in names]} for names in (["a"], ["a", "b", "b"], ["a", "c"])

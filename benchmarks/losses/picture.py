@@ -13,13 +13,13 @@ from benchmarks.harness.styles import LIMIT, NOTE, STYLES
 MOST = 6
 
 
-def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
+def draw(sweep: dict, path: Path, comparison: dict | None = None, small: dict | None = None) -> None:
     """Two panels against N; a line ends where memory ran out.
 
     Implementations that `comparison` measured at one of the sweep's shapes, and the sweep did not, are single
-    marks.
+    marks. Calls of few tokens are those of `small`, where it has them.
     """
-    sections = with_others(sweep["sections"], comparison)
+    sections = with_few_tokens(with_others(sweep["sections"], comparison), small)
     figure = Figure(figsize=(11, 6), layout="constrained")
     memory, time = figure.subplots(1, 2)
     names = list(dict.fromkeys(row["name"] for section in sections for row in section["rows"]))
@@ -80,6 +80,21 @@ def with_others(sections: list[dict], comparison: dict | None) -> list[dict]:
         }
         for section in sections
     ]
+
+
+def with_few_tokens(sections: list[dict], small: dict | None) -> list[dict]:
+    """The sections, with rows of the small calls of the same H and V in the place of those of their name."""
+    shape = sections[0]["shape"]
+    every = {section["shape"]["N"]: section for section in sections}
+    for few in small["sections"] if small else []:
+        if few["objective"] != "CE" or few["shape"] | {"N": None} != shape | {"N": None}:
+            continue
+        rows = [row for row in few["rows"] if row["name"] in STYLES]
+        names = [row["name"] for row in rows]
+        others = every.get(few["shape"]["N"], few)["rows"]
+        rows += [row for row in others if row["name"] in STYLES and row["name"] not in names]
+        every[few["shape"]["N"]] = {"shape": few["shape"], "rows": rows}
+    return [every[N] for N in sorted(every)]
 
 
 def label(name: str, sections: list[dict]) -> str:

@@ -114,8 +114,9 @@ def plot(
         typer.echo(f"{page}: table {name}")
     if "sweep" in documents:
         drawn = root / "docs" / "ce.png"
-        picture.draw(documents["sweep"], drawn, documents.get("ce"))
-        typer.echo(f"{drawn}: drawn from {found['sweep'][0]}")
+        _, small = newest("small", results) or (None, None)
+        picture.draw(documents["sweep"], drawn, documents.get("ce"), small)
+        typer.echo(f"{drawn}: drawn from {found['sweep'][0]}, and few tokens from the newest small.json")
     if fitted := newest("activations", results):
         drawn = root / "docs" / "activations.png"
         activations.draw(fitted[1], drawn)
