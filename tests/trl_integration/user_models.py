@@ -32,12 +32,14 @@ def with_required_labels(self, input_ids, attention_mask, labels):
     return stock(self, input_ids, attention_mask, labels=labels)
 
 
-def without_loss(self, input_ids=None, attention_mask=None, **kwargs):
-    return CausalLMOutputWithPast(logits=stock(self, input_ids, attention_mask).logits)
+# Stock TRL's SFT calls the backbone and passes by these two: without `position_ids` they would be another model
+# of packed sequences.
+def without_loss(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+    return CausalLMOutputWithPast(logits=stock(self, input_ids, attention_mask, position_ids).logits)
 
 
-def returns_a_tuple(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-    out = stock(self, input_ids, attention_mask, labels=labels)
+def returns_a_tuple(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+    out = stock(self, input_ids, attention_mask, position_ids, labels=labels)
     return (out.logits,) if labels is None else (out.loss, out.logits)
 
 
