@@ -14,6 +14,8 @@ LOSSES = (
     ("policy", 0, "GRPO", 3, 1),
     ("distillation", 0, "JSD", 4, 4),
 )
+# The README's table also has a call of few tokens.
+SUMMARY = (LOSSES[0], ("ce-few", 1, "cross-entropy", 3, 3), *LOSSES[1:])
 # docs/why.md has one more shape, at which torch's function was timed.
 COMPARED = (LOSSES[0], ("ce", 0, "cross-entropy", 3, 3), *LOSSES[1:])
 COLUMNS = {
@@ -47,7 +49,7 @@ IMPLEMENTATIONS = {
 def losses(documents: dict[str, dict]) -> str:
     """Time and peak memory of each kind of loss that was measured, in Markdown."""
     body, devices = [], set()
-    for name, place, what, _, _ in LOSSES:
+    for name, place, what, _, _ in SUMMARY:
         if name not in documents or place >= len(documents[name]["sections"]):
             continue
         section = documents[name]["sections"][place]
@@ -71,7 +73,7 @@ def cell(rows: list[dict], prefix: str) -> str:
         return found[0]["verdict"] if found else ""
     row = right[0] if prefix == "logitless" else min(right, key=lambda row: row["ms"])
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.1f} GiB"
-    return f"{row['ms']:.0f} ms{memory}"
+    return f"{row['ms']:.{0 if row['ms'] >= 10 else 1}f} ms{memory}"
 
 
 def implementations(documents: dict[str, dict]) -> str:
@@ -87,7 +89,7 @@ def implementations(documents: dict[str, dict]) -> str:
             right = [row for row in found if row["verdict"] == "ok"]
             row = min(right, key=lambda row: row["ratio"]) if right else next(iter(found), None)
             if right:
-                row = row | {"ratio": row["ratio"] * counted / needed}
+                row = row | {key: row[key] * counted / needed for key in ("ratio", "hot_ratio") if key in row}
             cells.append(tables.cell(row))
         body.append([title, *cells])
     headers = [""]
@@ -98,7 +100,8 @@ def implementations(documents: dict[str, dict]) -> str:
     devices = ", ".join(sorted({documents[benchmark]["device"] for benchmark, *_ in measured}))
     return (
         f"{_table(body, headers)}\n\nOne {devices}, bf16, forward and backward with a trainable head. "
-        "Time as a multiple of the matrix products that the loss needs, measured in the same run; the header "
+        "Time as a multiple of the matrix products that the loss needs, measured in the same run, after a "
+        "pause / in calls that follow each other; the header "
         "of each column has their number (for DPO with the logits of the reference, for the JSD with those "
         "of the teacher). Peak memory beyond the inputs, gradients included. An empty cell was not "
         "measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."

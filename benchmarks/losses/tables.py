@@ -33,7 +33,8 @@ def cell(row: dict | None) -> str:
     if row["verdict"] != "ok":
         return row["verdict"]
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.1f} GiB"
-    return f"{row['ratio']:.2f}x{memory}"
+    hot = f" / {row['hot_ratio']:.2f}" if row.get("hot_ratio") else ""
+    return f"{row['ratio']:.2f}{hot}{memory}"
 
 
 def worst(rows: list[dict | None]) -> str:
@@ -60,7 +61,8 @@ def caption(document: dict, source: str) -> str:
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call "
         "with its defaults, except for the options that a row names. "
-        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}; "
+        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}, after a "
+        "pause / in calls that follow each other; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
         f"L2.\n\n{source}"
     )

@@ -364,6 +364,11 @@ CLAIMS = (
         ),
     ),
     Claim(
+        README,
+        "tokens and checkpointing takes {} ms with fused LoRA projections and {} ms with PEFT's",
+        (ms("lora-8b.json", 0, "grouped"), ms("lora-8b.json", 0, "PEFT")),
+    ),
+    Claim(
         START,
         "a step of {} ms with fused LoRA layers and {} ms with PEFT's, in {} and {} GiB",
         (
@@ -401,12 +406,12 @@ CLAIMS = (
     ),
     Claim(
         README,
-        "takes {} ms with TRL alone, {} ms with our loss, {} ms with our layers and {} ms with both",
+        "takes {} ms with TRL alone, {} ms with the loss, {} ms with fused layers and {} ms with both",
         tuple(STEP_OF.values()),
     ),
     Claim(
         README,
-        "torch.compile of the layers takes it to {} ms, and to {} ms with our loss",
+        "torch.compile of the layers takes it to {} ms, and to {} ms with the loss",
         (ms("step.json", 0, "compiled layers"), ms("step.json", 0, "our loss + compiled layers")),
     ),
     *(
@@ -513,6 +518,26 @@ CLAIMS = (
         WHY,
         "is off by {}% with the filter and by {}% without it, that of logitless by {}%",
         tuple(off(READ, name) for name in ("CCE (filtered)", "CCE (no filter)", "logitless")),
+    ),
+    Claim(
+        BENCHMARKS,
+        "| CCE {} ms, full logits {} ms, Liger {} ms | logitless {} ms, CCE {} ms, full logits {} ms, "
+        "Liger {} ms |",
+        (
+            *(stated(ms, "TRL #6858") for ms in (92.6, 137.0, 321.2)),
+            *(ce(9, name, "ms") for name in ("logitless", "CCE (filtered)", "eager, fp32 upcast", "Liger")),
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "chunked loss {} ms, full logits {} ms; wanted: {} to {} ms and {} GiB | logitless {} ms and {} GiB, "
+        "full logits {} ms |",
+        (
+            *(stated(number, "TRL #7244") for number in (167, 59, 60, 80, 6)),
+            ce(8, "logitless", "ms"),
+            ce(8, "logitless", "peak_bytes", GIB),
+            ce(8, "eager, fp32 upcast", "ms"),
+        ),
     ),
     Claim(BENCHMARKS, "its loss is off by {} to {}%", TORCH_OFF),
     Claim(WHY, "Its loss is off by {} to {}%", TORCH_OFF),

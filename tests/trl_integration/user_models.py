@@ -32,8 +32,8 @@ def with_required_labels(self, input_ids, attention_mask, labels):
     return stock(self, input_ids, attention_mask, labels=labels)
 
 
-# Stock TRL's SFT calls the backbone and passes by these two: without `position_ids` they would be another model
-# of packed sequences.
+# Stock TRL's SFT calls the backbone and passes by these two: without `position_ids` they would be another
+# model of packed sequences.
 def without_loss(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
     return CausalLMOutputWithPast(logits=stock(self, input_ids, attention_mask, position_ids).logits)
 
