@@ -4,12 +4,16 @@ import torch
 from torch import Tensor
 
 
+# ROCm has no external events, which a capture records for the host. No pass is captured there.
+HAS_EXTERNAL_EVENTS = torch.version.hip is None
+
+
 class HostCopy:
     """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, x: Tensor):
         self._numbers = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-        self._copied = torch.cuda.Event(external=True) if x.is_cuda else None
+        self._copied = torch.cuda.Event(external=HAS_EXTERNAL_EVENTS) if x.is_cuda else None
         self.copy(x)
 
     def copy(self, x: Tensor) -> None:
