@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 # ROCm has no external events, which a capture records for the host. No pass is captured there.
 HAS_EXTERNAL_EVENTS = torch.version.hip is None
 
