@@ -35,7 +35,7 @@ _CACHED_TRANSFORMS: WeakKeyDictionary[nn.Module, _CachedTransform] = WeakKeyDict
 def head_of(model: nn.Module) -> HeadView:
     """Return the LM head of a model, to be passed as `weight` to a loss.
 
-        loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
+        loss_fn(model.model(ids).last_hidden_state, head_of(model), targets)
 
     Softcap and logit scale are measured by running the model's own forward pass on artificial hidden states:
     once, and again after a number in the model's configuration or attributes, or a forward hook of the head,
