@@ -286,7 +286,7 @@ class CapturedPass:
         self._load(given)
         static = _at_static(call, self._static)
         self._rows = rows
-        self._wrong = HostCopy(with_clamped_targets(static, rows)[1])
+        self._wrong = HostCopy(with_clamped_targets(static, rows)[1], repeats=True)
         recorder = _Recorder([static], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:

@@ -50,20 +50,25 @@ def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torc
     sums = {}
     for call in calls:
         dtypes = sum_dtypes(call, multi_head=several, wide_d_weight=True)
-        is_cast = several or call.dtype != torch.float16
         hidden, weight, bias, layers = call.indices
         if call.needs.hidden:
             sums[hidden] = call.hidden.shape, dtypes.hidden
         if call.needs.weight:
+            is_cast = several or _casts(call, call.weight)
             sums[weight] = call.weight.shape, call.weight.dtype if is_cast else dtypes.weight
         if call.needs.bias:
             shape = torch.Size((call.bias.shape[0], 1))
-            sums[bias] = shape, call.bias.dtype if is_cast else dtypes.bias
+            sums[bias] = shape, call.bias.dtype if several or _casts(call, call.bias) else dtypes.bias
         if call.layers is not None:
             for index, (name, x) in zip(layers, call.layers.tensors.items(), strict=True):
                 if name in call.layers.trained:
                     sums[index] = x.shape, x.dtype
     return sums
+
+
+def _casts(call: HeadCall, x: Tensor) -> bool:
+    """Whether the sum of the gradient of `x` is cast to its dtype in a graph: a sum in fp16 may overflow."""
+    return torch.float16 not in (call.dtype, x.dtype)
 
 
 @dataclass
@@ -114,8 +119,8 @@ class Gradients:
 
     def sums_wide(self, call: HeadCall) -> bool:
         """Whether d_weight is summed in `stat_dtype` for any number of chunks; see `budget.plan_for`."""
-        is_fixed = self._fixed_dtypes and call.weight.dtype == call.stat_dtype
-        return self._several or self._main is not None or is_fixed
+        is_wide = call.weight.dtype == call.stat_dtype or not _casts(call, call.weight)
+        return self._several or self._main is not None or self._fixed_dtypes and is_wide
 
     def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Begin a head: allocate its sums of d_weight and d_bias, or reuse the sums of an earlier head."""
@@ -197,9 +202,10 @@ class Gradients:
             indices = dict(zip(call.layers.tensors, layers, strict=True))
             for name, total in projection.layers.sums.items():
                 self.sums[indices[name]] = total.to(call.layers.tensors[name].dtype)
-        if self._several or self._fixed_dtypes and call.dtype != torch.float16:
+        if self._several or self._fixed_dtypes:
             for index, x in ((weight, call.weight), (bias, call.bias)):
-                if index in self.sums and self._last[index] is call:
+                is_cast = index in self.sums and (self._several or _casts(call, x))
+                if is_cast and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)
         self._weight = self._bias = None
 

@@ -8,15 +8,20 @@ HAS_EXTERNAL_EVENTS = torch.version.hip is None
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host."""
+    """An asynchronous copy of a tensor to the host.
 
-    def __init__(self, x: Tensor):
+    Args:
+        x: the tensor.
+        repeats: whether a CUDA graph will capture `copy`, so that each replay copies.
+    """
+
+    def __init__(self, x: Tensor, *, repeats: bool = False):
         self._numbers = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-        self._copied = torch.cuda.Event(external=HAS_EXTERNAL_EVENTS) if x.is_cuda else None
+        self._copied = torch.cuda.Event(external=repeats) if x.is_cuda else None
         self.copy(x)
 
     def copy(self, x: Tensor) -> None:
-        """Copy another tensor of the same shape. If a CUDA graph captures this, each replay copies `x`."""
+        """Copy another tensor of the same shape."""
         self._numbers.copy_(x, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(x.device))

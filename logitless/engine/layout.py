@@ -74,13 +74,13 @@ class SequenceLayout:
         cu_seqlens: Tensor | None,
         *,
         shift: bool,
-        compact: bool,
+        fills: bool,
         slices: WholeSequences,
         aligned_mask: AlignedMask | None = None,
     ):
         self._ignore_index = ignore_index
         self._shift = shift
-        self._compact = compact
+        self._fills = fills
         self._slices = slices
         self.aligned_mask = aligned_mask  # the sampling mask of the call
         self.packed = cu_seqlens is not None
@@ -112,11 +112,9 @@ class SequenceLayout:
         return x.reshape(-1, 1).expand(self.targets.shape)
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
-        """Return x in targets' shape, detached and aligned with hidden.
+        """Return a copy of x in targets' shape, contiguous and aligned with hidden.
 
-        The result is contiguous, because such inputs are copied to captured passes. It has `fill` for
-        unsupervised tokens if the loss has `compact=False`. With `compact=True` no entry of an unsupervised
-        token is read.
+        With `fills`, unsupervised tokens have `fill`. Without it, no pass reads them.
         """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
@@ -130,8 +128,10 @@ class SequenceLayout:
                     name, f"targets' shape {either}", tuple(x.shape), "align it with the targets"
                 )
             x = self.aligned(x, fill)
-        x = (x.detach() if x.requires_grad else x).to(self.dtype)
-        return x.contiguous() if self._compact else torch.where(self._counted, x, fill)
+        x = x.detach() if x.requires_grad else x
+        if self._fills:
+            return torch.where(self._counted, x.to(self.dtype), fill)
+        return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     @cached_property
     def _counted(self) -> Tensor:

@@ -61,7 +61,8 @@ class CallArguments:
             self.loss.ignore_index,
             self.cu_seqlens,
             shift=self.shift,
-            compact=self.loss.compact,
+            # An unreduced loss is evaluated on all tokens, the ignored ones too.
+            fills=not self.loss.compact or self.loss.reduction == "none",
             slices=self.loss.sequences,
             aligned_mask=self.aligned_mask,
         )

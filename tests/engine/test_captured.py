@@ -490,7 +490,7 @@ def test_a_capture_that_fails_changes_nothing(run):
 def test_the_host_waits_for_the_counts_of_its_own_replay():
     """Not for those of an earlier replay, and not for what is queued after them."""
     x = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    counts = HostCopy(x)
+    counts = HostCopy(x, repeats=True)
 
     def run():
         counts.copy(x)

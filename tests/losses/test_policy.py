@@ -99,6 +99,71 @@ def test_products(trainable, settings, products):
     assert counter.gemms == pytest.approx(products, abs=0.02)
 
 
+def rollouts(name):
+    """The per-token inputs of a variant, and its advantages."""
+    kind, settings = VARIANTS[name]
+    hidden, weight, targets, advantages = operands()
+    old = linear_logprobs(hidden, weight, targets).logps.float()
+    if settings.get("loss_type") != "gmpo" and kind is not RLOOLoss:
+        advantages = advantages[:, None].expand(targets.shape).clone()
+    inputs = {"advantages": advantages}
+    if kind is not REINFORCELoss or settings:
+        inputs["old_logps"] = old - 0.1
+    if settings.get("sampler_correction"):
+        inputs["sampling_logps"] = old + 0.1
+    if settings.get("beta"):
+        inputs["ref_logps"] = old - 0.2
+    return inputs
+
+
+def of_policy(name, inputs, reduction="mean"):
+    kind, settings = VARIANTS[name]
+    hidden, weight, targets, _ = operands()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    out = kind(**settings, reduction=reduction)(hidden, weight, targets, **inputs)
+    return out.loss, torch.autograd.grad(out.loss.sum(), (hidden, weight))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_inputs_of_ignored_tokens_are_not_read(name, reduction):
+    ignored = operands()[2] == -100
+
+    def filled(number):
+        return {
+            key: x if x.dim() == 1 else x.masked_fill(ignored, number) for key, x in rollouts(name).items()
+        }
+
+    if "top_entropy_quantile" in VARIANTS[name][1] and reduction == "none":
+        pytest.skip("the quantile is of a whole call")
+    expected, gradients = of_policy(name, filled(0.0), reduction)
+    for number in (torch.nan, torch.inf):
+        loss, grads = of_policy(name, filled(number), reduction)
+        assert torch.equal(loss, expected) and all(map(torch.equal, grads, gradients))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("counted", ["all", "some"])
+@pytest.mark.parametrize("name", ["grpo token", "grpo sequence", "corrected kl", "reinforce"])
+def test_rollouts_of_the_inference_mode_that_change_before_the_backward_pass(name, counted, reduction):
+    kind, settings = VARIANTS[name]
+    hidden, weight, targets, _ = operands()
+    hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    targets = targets.clamp(min=0) if counted == "all" else targets
+    loss = kind(**settings, reduction=reduction)
+    given = rollouts(name)
+    expected = loss(hidden, weight, targets, **given).loss.sum()
+    expected = torch.autograd.grad(expected, (hidden, weight))
+    with torch.inference_mode():
+        given = {key: x.clone() for key, x in given.items()}
+    value = loss(hidden, weight, targets, **given).loss.sum()
+    with torch.inference_mode():
+        for x in given.values():
+            x.zero_()
+    assert all(map(torch.equal, torch.autograd.grad(value, (hidden, weight)), expected))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("what", ["far above", "far below", "no advantage", "nothing counted", "one token"])
 def test_extremes_are_finite(name, what):
