@@ -32,7 +32,7 @@ from logitless.engine.call import HeadCall
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
 from logitless.engine.early_projection import is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
-from logitless.engine.host_copy import HAS_EXTERNAL_EVENTS, HostCopy
+from logitless.engine.host_copy import HostCopy
 from logitless.engine.plan import Pass
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.remembered import Remembered
@@ -42,8 +42,8 @@ from logitless.kernels.matmul import accumulate
 
 logger = logging.getLogger(__name__)
 
-# Device types on which passes are captured.
-CAPTURES_ON = ("cuda",) if HAS_EXTERNAL_EVENTS and os.environ.get("LOGITLESS_CUDA_GRAPHS") != "0" else ()
+# Device types on which passes are captured. ROCm has no external events, which `HostCopy` needs in a graph.
+CAPTURES_ON = ("cuda",) if not torch.version.hip and os.environ.get("LOGITLESS_CUDA_GRAPHS") != "0" else ()
 # A pass is captured in this many-th call with its key. A capture takes as long as some calls.
 SIGHTINGS = 3
 # The most passes that are kept. The least recently used one gives its place to a new one, if it was not used

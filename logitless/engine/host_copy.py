@@ -3,16 +3,14 @@
 import torch
 from torch import Tensor
 
-# ROCm has no external events, which a capture records for the host. No pass is captured there.
-HAS_EXTERNAL_EVENTS = torch.version.hip is None
-
 
 class HostCopy:
     """An asynchronous copy of a tensor to the host.
 
     Args:
         x: the tensor.
-        repeats: whether a CUDA graph will capture `copy`, so that each replay copies.
+        repeats: whether a CUDA graph will capture `copy`, so that each replay copies. The event is then an
+            external one, which ROCm does not have.
     """
 
     def __init__(self, x: Tensor, *, repeats: bool = False):

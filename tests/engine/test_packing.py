@@ -182,17 +182,27 @@ def test_the_sums_of_gradients_are_what_graphs_are_told(make):
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pytest.mark.parametrize("budget", [None, 600], ids=["one chunk", "several"])
 @pytest.mark.parametrize(
-    ("dtype", "summed"),
-    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float32)],
+    ("dtype", "autocast", "summed"),
+    [
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float16, False, torch.float32),
+        (torch.float32, False, torch.float32),
+        (torch.float16, True, torch.float32),
+        (torch.float32, True, torch.float32),
+    ],
 )
-def test_the_dtype_of_d_weight_in_a_graph_is_that_of_the_weight(dtype, summed, budget):
-    """Whatever the number of chunks; in fp16, where a sum may overflow, it is fp32."""
+def test_the_dtype_of_d_weight_in_a_graph_is_that_of_the_weight(dtype, autocast, summed, budget):
+    """The dtype does not depend on the number of chunks. It is fp32 for fp16 weights, in which a sum may
+    overflow."""
     hidden = torch.randn(9, H, dtype=dtype, device="cpu")
     weight = torch.randn(V, H, dtype=dtype, device="cpu", requires_grad=True)
     targets = torch.arange(9, device="cpu") % V
-    calls = unpack(*pack([given(CrossEntropyLoss(logits_budget=budget), hidden, weight, targets)]))
-    with torch.no_grad():
-        solved = solve(calls, fixed_dtypes=True)
+    loss = CrossEntropyLoss(logits_budget=budget)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        calls = unpack(*pack([given(loss, hidden, weight, targets)]))
+        with torch.no_grad():
+            solved = solve(calls, fixed_dtypes=True)
+    assert {index: (x.shape, x.dtype) for index, x in solved.gradients.sums.items()} == finished_sums(calls)
     (d_weight,) = solved.gradients.sums.values()
     assert (solved.plan.d_weight_parts > 1) == (budget is not None)
     assert d_weight.dtype == summed

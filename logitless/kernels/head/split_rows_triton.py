@@ -5,11 +5,11 @@ Each row is split into parts, one program each. A program reads its part for the
 exponentials, publishes them, waits until all parts of the row are published, and reads its part again, from
 the L2 cache, to write the gradient. The parts of all programs that run at a time fit into the cache.
 
-The programs of a row wait for each other. This cannot deadlock, whatever the order in which the GPU starts
-them: each program takes a ticket when it starts, and tickets are rows and parts in order. As long as the
-programs of the first unfinished row have not all started, fewer programs than parts are running, because
-those of earlier rows are finished. A GPU with as many multiprocessors as a row has parts then has room for
-the next one. `runs_on` asks for twice as many, for another such launch on another stream.
+The programs of a row wait for each other, and do not deadlock in any order in which the GPU starts them. Each
+program takes the next number when it starts, and the numbers are those of rows and parts in order. As long as
+the programs of the first unfinished row have not all started, fewer programs than parts are running, because
+the programs of earlier rows are finished. A GPU with as many multiprocessors as a row has parts then has room
+for the next program. `runs_on` requires twice as many, for another such launch on another stream.
 """
 
 import torch

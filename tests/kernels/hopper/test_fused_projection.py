@@ -130,11 +130,13 @@ def test_reads_and_writes(shape, name):
         check_pass(given, transform, (name,), write=False, sums=each)
 
 
-def test_sums_of_logits_where_other_ranks_have_the_targets():
+@pytest.mark.parametrize("in_epilogue", [False, True])
+def test_sums_of_logits_where_other_ranks_have_the_targets(in_epilogue):
     """A shard's rows count, whose targets are beyond its vocabulary; ignored ones do not."""
     hidden, weight, targets, _ = given = problem(SHAPES[1], "plain")
     targets[2:] = weight.shape[0] + 7
-    out, _ = read(given, PLAIN, "sum_logits", sums=fused.head_sums(weight, None, PLAIN))
+    sums = None if in_epilogue else fused.head_sums(weight, None, PLAIN)
+    out, _ = read(given, PLAIN, "sum_logits", sums=sums)
     expected = (hidden.double() @ weight.double().t()).sum(1) * (targets != -100)
     assert relative_error(out.sum_logits.double(), expected) < 1e-5
 
@@ -183,7 +185,8 @@ def test_the_rounding_of_a_large_lse_is_made_up_for():
 
 def test_rows_far_above_their_target_are_read_again():
     """Gaps of several hundred: exp of them is beyond fp32."""
-    logps, _ = check_pass(problem(SHAPES[1], "plain", spread=60.0), allowed=1e-5)
+    given = problem(SHAPES[1], "plain", spread=60.0)
+    logps, _ = check_pass(given, names=("entropy", "sum_logits"), allowed=1e-5)
     assert logps.min() < -150
 
 
@@ -191,7 +194,7 @@ def test_one_row_of_a_tile_is_read_again():
     """The others' targets keep their entries, though their tile is stored anew."""
     given = problem((2 * BM, BK, 2 * BN), "plain")
     given[0][BM + 3] *= 60.0
-    logps, _ = check_pass(given, allowed=1e-5)
+    logps, _ = check_pass(given, names=("entropy", "sum_logits"), allowed=1e-5)
     assert (logps < -60).sum() == 1 and (logps > -20).sum() == len(logps) - 1
 
 
@@ -393,8 +396,8 @@ def test_a_pair_beyond_the_budget_is_walked_twice(served):
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pytest.mark.parametrize(("softcap", "few"), [(None, False), (None, True), (5.0, False)])
 def test_sums_of_logits_come_from_the_sum_of_the_head(served, monkeypatch, softcap, few):
-    """Made once a call, and not where nobody asks; the logits of few rows and those of a soft cap are added
-    up in the epilogue."""
+    """The sum of the head is computed once a call, and only if the loss observes the sums of logits. With few
+    rows or a softcap, the kernel of the product sums the logits."""
     made, counted, given = [], fused.read, []
     monkeypatch.setattr(fused, "HEAD_SUM_ROWS", PAIRS * LENGTH if few else 1)
     add_up = fused.head_sums
