@@ -1,6 +1,7 @@
 """Names of losses in compiled graphs: other values are another graph, in every process and thread."""
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -218,12 +219,14 @@ def test_four_threads_compile_and_call_at_once():
             torch.set_default_device(DEVICE)
         compiled = torch.compile(lambda *x: loss(*x).loss, backend="aot_eager", fullgraph=True)
         barrier.wait(60)
-        # torch has one flag for all threads that a graph is being traced, and by default raises if a compiled
-        # function is called meanwhile.
-        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        with tolerant():
             return [compiled(*arguments).item() for _ in range(3)]
 
-    with ThreadPoolExecutor(4) as pool:
+    # torch has one flag for all threads that a graph is being traced, and by default raises if a compiled function
+    # is called meanwhile. An option is a thread's own in some versions of torch. In others it is one for all, and
+    # the first thread that is done must not set it back.
+    tolerant = functools.partial(torch._dynamo.config.patch, error_on_nested_fx_trace=False)
+    with tolerant(), ThreadPoolExecutor(4) as pool:
         actual = list(pool.map(work, losses))
     for loss, values in zip(losses, actual, strict=True):
         assert values == pytest.approx([focal(*arguments, loss).item()] * 3, rel=1e-5)

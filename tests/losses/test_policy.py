@@ -143,7 +143,7 @@ def test_inputs_of_ignored_tokens_are_not_read(name, reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("counted", ["all", "some"])
-@pytest.mark.parametrize("name", ["grpo token", "grpo sequence", "corrected kl", "reinforce"])
+@pytest.mark.parametrize("name", ["grpo token", "grpo sequence", "corrected kl", "reinforce", "rloo"])
 def test_rollouts_of_the_inference_mode_that_change_before_the_backward_pass(name, counted, reduction):
     kind, settings = VARIANTS[name]
     hidden, weight, targets, _ = operands()
