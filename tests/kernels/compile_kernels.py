@@ -110,7 +110,7 @@ def split_combinations() -> Iterator[Combination]:
     ):
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
         flags |= {"PADDED": 1 << (parts - 1).bit_length(), "LENGTH": length, "PUBLISH": True, "FINISH": True}
-        flags |= {"VECTOR": 4 if dtype == "fp32" else 8, "BLOCK": block}
+        flags |= {"STAGES": split_rows_triton.STAGES, "VECTOR": 4 if dtype == "fp32" else 8, "BLOCK": block}
         yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 

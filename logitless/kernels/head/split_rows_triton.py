@@ -27,8 +27,8 @@ from logitless.kernels.head.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Columns that are read at a time, such blocks of a part, and warps of a program.
-BLOCK, BLOCKS, WARPS = 2048, 5, 4
+# Columns that are read at a time, such blocks of a part, such blocks that are read ahead, and warps of a program.
+BLOCK, BLOCKS, STAGES, WARPS = 2048, 5, 4, 4
 
 
 @triton.jit
@@ -141,6 +141,7 @@ def split_rows_kernel(
     LENGTH: tl.constexpr,
     PUBLISH: tl.constexpr,
     FINISH: tl.constexpr,
+    STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -195,13 +196,9 @@ def split_rows_kernel(
             rest = tl.zeros([BLOCK // VECTOR], tl.float32)
             largest = tl.full([BLOCK // VECTOR], -1e30, tl.float32)
             weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
-            upcoming = first
-            for start in range(begin, full, BLOCK):
-                x = upcoming
-                # Prefetch the next block, as in `row_kernel`; after the last one the same again, without a
-                # mask, which would take as many instructions as the maximum.
-                after = tl.multiple_of(tl.minimum(start + BLOCK, full - BLOCK), BLOCK)
-                upcoming = tl.load(logits_ptr + after + lane)
+            # Blocks on their way to shared memory; in registers there is room for one alone.
+            for start in tl.range(begin, full, BLOCK, num_stages=STAGES):
+                x = tl.load(logits_ptr + start + lane)
                 rest, largest, weighted = add_block(
                     x,
                     start,
@@ -388,6 +385,7 @@ def statistics_and_gradient(
             LENGTH=length,
             PUBLISH=publish,
             FINISH=finish,
+            STAGES=STAGES,
             VECTOR=min(block, 16 // logits.element_size()),
             BLOCK=block,
             num_warps=WARPS,
