@@ -629,8 +629,12 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "ORPO misses by {}%, DPO by {}%, with a frozen head by {}%, and the JSD by {}%",
-        (*(over_target("preference", place) for place in (0, 2, 3)), over_target("distillation", 0)),
+        "DPO misses by {}%, with a frozen head by {}%, and the JSD by {}%. ORPO takes {} products (target {})",
+        (
+            *(over_target("preference", place) for place in (2, 3)),
+            over_target("distillation", 0),
+            *(row("preference.json", 0, "logitless", key) for key in ("ratio", "target")),
+        ),
     ),
     Claim(BENCHMARKS, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
     Claim(
