@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT
+from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT, synchronize
+from benchmarks.harness.profiler import busy, kernels_of
 from benchmarks.harness.registry import Peers, one_line
 from benchmarks.harness.report import gib, text, write_json
 from benchmarks.harness.timing import interleave, peak_bytes, release, spread
 
 SHAPE, QUICK_SHAPE = (4096, 151_936), (64, 517)
 CALLS = 4  # in a row
+PROFILED = 5  # times that such calls are profiled
 CHECKED = 256  # rows that are compared with fp64
 COPY = "copy"
 GIVEN_LOGITS = Peers()
@@ -108,10 +110,14 @@ def run(
     cases = {COPY: case(None)} | {name: case(compute) for name, compute in right.items()}
     times = interleave(cases, device, seconds=seconds)
     copy = median(times[COPY]) / CALLS
+    gpu_copy = gpu_ms(cases[COPY], device)
     document |= {"shape": {"N": N, "V": V}, "copy_ms": copy, "logits_bytes": source.nbytes}
+    document["copy_gpu_ms"] = gpu_copy
     for name, compute in right.items():
         rows[name] |= spread([ms / CALLS for ms in times[name]])
         rows[name]["of_copy"] = rows[name]["ms"] / copy
+        rows[name]["gpu_ms"] = gpu_ms(cases[name], device)
+        rows[name]["gpu_of_copy"] = rows[name]["gpu_ms"] / gpu_copy
         logits = source * 1.0
         call = functools.partial(gradient, compute, logits, targets)
         rows[name]["peak_bytes"] = peak_bytes(call, device)
@@ -120,6 +126,16 @@ def run(
     document |= {"rows": [{"name": name} | each for name, each in rows.items()], "complete": True}
     write_json(out, document)
     say(table(document))
+
+
+def gpu_ms(prepare: Callable[[], Callable[[], None]], device: torch.device) -> float:
+    """Milliseconds in which the GPU is busy for one call."""
+    times = []
+    for _ in range(PROFILED):
+        call = prepare()
+        synchronize(device)
+        times.append(busy(kernels_of(call, device)) / 1e3 / CALLS)
+    return median(times)
 
 
 def row(name: str, compute: Callable, source: Tensor, targets: Tensor, gradient: Callable) -> dict:
@@ -140,25 +156,30 @@ def row(name: str, compute: Callable, source: Tensor, targets: Tensor, gradient:
 
 
 def table(document: dict, form: str = "simple") -> str:
-    body = [[COPY, f"{document['copy_ms']:.2f}", "1.00", "", ""]]
+    body = [[COPY, f"{document['copy_ms']:.2f}", "1.00", "1.00", "", ""]]
     for each in document["rows"]:
-        numbers = [each["verdict"], "", ""]
+        numbers = [each["verdict"], "", "", ""]
         if "ms" in each:
             # The logits are there before the call.
-            numbers = [f"{each['ms']:.2f}", f"{each['of_copy']:.2f}", text(gib(each["peak_bytes"]), "{:.2f}")]
+            memory = text(gib(each["peak_bytes"]), "{:.2f}")
+            copies = [text(each.get(key), "{:.2f}") for key in ("of_copy", "gpu_of_copy")]
+            numbers = [f"{each['ms']:.2f}", *copies, memory]
         body.append([each["name"], *numbers, text(each.get("gradient_error"), "{:.0e}")])
-    headers = ["implementation", "ms", "copies", "GiB", "gradient error"]
+    headers = ["implementation", "ms", "copies", "copies, GPU alone", "GiB", "gradient error"]
+    if "copy_gpu_ms" not in document:
+        headers, *body = [cells[:3] + cells[4:] for cells in (headers, *body)]
     return tabulate(body, headers, tablefmt=form, disable_numparse=True)
 
 
 def for_page(document: dict, source: str) -> str:
     """The table of a run, and how it was measured, in Markdown."""
     shape = document["shape"]
+    alone = " GPU alone: the time in which the GPU is busy." if "copy_gpu_ms" in document else ""
     how = (
         f"One {document['device']}, {document['date'][:10]}, {shape['N']:,} x {shape['V']:,} logits in bf16: "
         f"forward and backward pass, {CALLS} calls in a row, each with separate logits. Copies: the time "
-        "divided by the time of a copy of the logits, which reads and writes them once. GiB: peak memory "
-        "beyond the logits."
+        "divided by the time of a copy of the logits, which reads and writes them once."
+        f"{alone} GiB: peak memory beyond the logits."
     )
     return f"{table(document, 'github')}\n\n{how}\n\n{source}"
 

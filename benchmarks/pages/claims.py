@@ -629,7 +629,8 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "DPO misses by {}%, with a frozen head by {}%, and the JSD by {}%. ORPO takes {} products (target {})",
+        "DPO misses by {}%, with a frozen head by {}%, and the JSD by {}%. "
+        "ORPO takes {} products (target {})",
         (
             *(over_target("preference", place) for place in (2, 3)),
             over_target("distillation", 0),
