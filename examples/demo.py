@@ -101,7 +101,7 @@ class Setup:
             where = torch.cuda.get_device_name()
         return (
             f"{where}: {self.rows * self.row_tokens:,} tokens a step, vocabulary {self.vocab:,}. "
-            f"One copy of the logits is {self.logits_bytes / MIB:,.0f} MiB, our budget "
+            f"One copy of the logits is {self.logits_bytes / MIB:,.0f} MiB, the logits budget "
             f"{self.logits_budget / MIB:,.0f} MiB"
         )
 

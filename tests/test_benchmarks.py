@@ -152,7 +152,7 @@ def test_steps_with_lora(tmp_path):
     rows = {row["name"]: row for row in rows_of_document(written)}
     assert len(rows) == 4
     for name, row in rows.items():
-        assert row["verdict"] == "ok" and row["stock"] == name.removesuffix(", our loss + our layers")
+        assert row["verdict"] == "ok" and row["stock"] == name.removesuffix(", logitless loss + layers")
         assert row["grad_norm_difference"] < 1e-5  # PEFT's masks, on a CPU
     plain, _, dropped, _ = rows.values()
     assert plain["runs"][0]["grad_norms"] != dropped["runs"][0]["grad_norms"]

@@ -45,7 +45,7 @@ def trl(
         bool, typer.Option(help="Both trainers in turns at every step: times that can be told apart.")
     ] = False,
     short: Annotated[
-        bool, typer.Option(help="Steps of 512 and 2,048 tokens, with both our flags (trl-short.json).")
+        bool, typer.Option(help="Steps of 512 and 2,048 tokens, with both flags (trl-short.json).")
     ] = False,
 ) -> None:
     """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
@@ -85,7 +85,7 @@ def whole_steps(
     budgets: Annotated[
         list[str] | None,
         typer.Option(
-            "--budget", help="Also both our flags with this activation budget: 12GiB, or 50%; repeatable."
+            "--budget", help="Also both flags with this activation budget: 12GiB, or 50%; repeatable."
         ),
     ] = None,
     lora_rows: Annotated[
@@ -105,7 +105,7 @@ def whole_steps(
     skip: Skip = None,
 ) -> None:
     """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
-    our loss, our layers, both."""
+    logitless's loss, layers, both."""
     available = steps.QUICK if quick else steps.MODELS
     known = steps.LORA if lora_rows else steps.CONFIGURATIONS
     if families:
@@ -161,7 +161,7 @@ def whole_use_case(
     skip: Skip = None,
 ) -> None:
     """SFT steps of five models against the batch size, as in the use case of Liger's paper: tokens per second
-    and memory of stock, Liger, and both our flags."""
+    and memory of stock, Liger, and both flags."""
     names = named(usecase.QUICK_SHAPES if quick else usecase.SHAPES, models)
     sizes = batches or (usecase.QUICK_BATCHES if quick else usecase.BATCHES)
     document = measure(
@@ -276,7 +276,7 @@ def fully_sharded(
     only: Only = None,
     skip: Skip = None,
 ) -> None:
-    """TRL's SFT and DPO of Llama-3.1-8B with FSDP2 on several GPUs: stock, both our flags, Liger's layers;
+    """TRL's SFT and DPO of Llama-3.1-8B with FSDP2 on several GPUs: stock, both flags, Liger's layers;
     tokens per second, memory of a rank, and the same loss."""
     target = chosen_device(device, quick)
     if not fsdp.enough_gpus(target, ranks):

@@ -1,4 +1,4 @@
-"""TRL's SFT and DPO with FSDP2 on several GPUs: stock, with both our flags, with Liger's layers.
+"""TRL's SFT and DPO with FSDP2 on several GPUs: stock, with both flags, with Liger's layers.
 
 A run is one trainer in one configuration: a process for each rank, all forked from one that has imported TRL.
 The model is Llama-3.1-8B's architecture with random weights, the same in all; trainers, sharding and mixed
@@ -34,7 +34,7 @@ from benchmarks.models.steps import LLAMA, MODELS, SMALL, Configuration, Limits,
 from benchmarks.models.trainers import furthest
 
 # Liger's layers last: where time runs out, the others have been compared.
-CONFIGURATIONS = {name: EVERY[name] for name in ("stock", "our loss + our layers", "Liger's layers")}
+CONFIGURATIONS = {name: EVERY[name] for name in ("stock", "logitless loss + layers", "Liger's layers")}
 # What a rank has of a step; DPO's sequences are the two of each pair.
 FULL = {"SFT": MODELS["Llama-3.1-8B"], "DPO": Model("LlamaConfig", LLAMA, 4, 2048)}
 QUICK = {"SFT": Model("LlamaConfig", SMALL, 2, 32), "DPO": Model("LlamaConfig", SMALL, 4, 16)}

@@ -16,8 +16,8 @@ from benchmarks.models.steps import FLAGS
 RECIPES = {
     "both flags": FLAGS,
     "AdamW that is not fused": replace(FLAGS, options={"optim": "adamw_torch"}),
-    "compiled layers, our loss": replace(FLAGS, layers="compiled"),
-    "FP8, compiled layers, our loss": replace(FLAGS, layers="compiled", fp8=True),
+    "compiled layers, logitless loss": replace(FLAGS, layers="compiled"),
+    "FP8, compiled layers, logitless loss": replace(FLAGS, layers="compiled", fp8=True),
     "LoRA": replace(FLAGS, adapter="LoRA"),
     "LoRA+": replace(FLAGS, adapter="LoRA+"),
     "sequences of many lengths": replace(FLAGS, uneven=True),

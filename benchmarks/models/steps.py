@@ -1,5 +1,5 @@
-"""Whole SFT steps of TRL: stock, with Liger's layers, with compiled layers, with our loss, our layers, both;
-with LoRA, stock and both.
+"""Whole SFT steps of TRL: stock, with Liger's layers, with compiled layers, with the loss, the
+layers or both of logitless; with LoRA, stock and both.
 
 Each configuration runs in a process of its own, as Liger patches a process for good, and they take turns: a
 round runs each of them once. The weights are random, the same in all; a step is `Trainer`'s, optimizer
@@ -158,32 +158,33 @@ CONFIGURATIONS = {
     "stock": Configuration(),
     "Liger's layers": Configuration(layers="liger"),
     "compiled layers": Configuration(layers="compiled"),
-    "our loss": Configuration(loss=True),
-    "our layers": Configuration(layers="ours"),
-    "our loss + our layers": Configuration(loss=True, layers="ours"),
-    "our loss + Liger's layers": Configuration(loss=True, layers="liger"),
-    "our loss + compiled layers": Configuration(loss=True, layers="compiled"),
+    "logitless loss": Configuration(loss=True),
+    "logitless layers": Configuration(layers="ours"),
+    "logitless loss + layers": Configuration(loss=True, layers="ours"),
+    "logitless loss + Liger's layers": Configuration(loss=True, layers="liger"),
+    "logitless loss + compiled layers": Configuration(loss=True, layers="compiled"),
 }
 
 FLAGS = Configuration(loss=True, layers="ours")
 # Of `FAMILIES`
 OF_FAMILIES = {
-    name: CONFIGURATIONS[name] for name in ("stock", "Liger's layers", "our layers", "our loss + our layers")
+    name: CONFIGURATIONS[name]
+    for name in ("stock", "Liger's layers", "logitless layers", "logitless loss + layers")
 }
 # Beside full fine-tuning of the same model
 LORA = {
     "full fine-tuning": Configuration(),
-    "full fine-tuning, our loss + our layers": FLAGS,
+    "full fine-tuning, logitless loss + layers": FLAGS,
     "LoRA": Configuration(adapter="LoRA"),
-    "LoRA, our loss + our layers": replace(FLAGS, adapter="LoRA"),
+    "LoRA, logitless loss + layers": replace(FLAGS, adapter="LoRA"),
     "LoRA, dropout 0.05": Configuration(adapter="LoRA", dropout=0.05),
-    "LoRA, dropout 0.05, our loss + our layers": replace(FLAGS, adapter="LoRA", dropout=0.05),
+    "LoRA, dropout 0.05, logitless loss + layers": replace(FLAGS, adapter="LoRA", dropout=0.05),
 }
 
 
 def budgeted(budgets: list[str]) -> dict[str, Configuration]:
     """Both flags, with each of these activation budgets."""
-    return {f"our loss + our layers, {x}": Configuration(True, "ours", budget=x) for x in budgets}
+    return {f"logitless loss + layers, {x}": Configuration(True, "ours", budget=x) for x in budgets}
 
 
 @dataclass(frozen=True)

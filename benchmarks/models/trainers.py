@@ -110,7 +110,7 @@ WARM = 3
 COMPARED = 8  # steps whose losses are compared: later the weights differ by bf16's rounding of every step
 FULL = Scale(QWEN3, 2048, (4096, 8192, 16384, 32768), (128, 512), (8, 16, 32, 64, 128, 256))
 QUICK = Scale(TINY, 32, (64,), (4, 12), (8,))
-# Steps of few tokens, with both our flags.
+# Steps of few tokens, with both flags.
 SHORT = Scale(QWEN3, 1024, (512, 2048), fused_layers=True)
 QUICK_SHORT = Scale(TINY, 32, (32, 64), fused_layers=True)
 

@@ -1,6 +1,6 @@
 """The use case of Liger's paper: whole SFT steps of five models against the batch size, 512 tokens a
 sequence, with gradient checkpointing; tokens per second and peak memory of stock, of TRL's
-`use_liger_kernel`, and of both our flags.
+`use_liger_kernel`, and of both flags.
 
 The weights are random; the architectures are those of the names. What is measured, and how, is in `steps.py`.
 """
@@ -62,7 +62,7 @@ QUICK_BATCHES, QUICK_TOKENS = (1, 2), 32
 CONFIGURATIONS = {
     "stock": Configuration(),
     "Liger": Configuration(liger=True),
-    "both our flags": Configuration(loss=True, layers="ours"),
+    "both flags": Configuration(loss=True, layers="ours"),
 }
 
 

@@ -123,7 +123,8 @@ LARGE, LARGE_CARD, SMALLER, CPU = (
 ON_CPU = ratio(ms("ce-cpu.json", 0, "logitless"), ms("ce-cpu.json", 0, "eager, fp32 upcast"))
 BUDGET_STEPS = "step-budget.json"
 STEP_OF = {
-    name: ms("step.json", 0, name) for name in ("stock", "our loss", "our layers", "our loss + our layers")
+    name: ms("step.json", 0, name)
+    for name in ("stock", "logitless loss", "logitless layers", "logitless loss + layers")
 }
 SMALL = f"benchmarks/results/small.json: {of_compile.__doc__}"
 REPLAYED = (
@@ -138,7 +139,7 @@ UNCAPTURED = Derived(
 QUACK = "QuACK, chunks of 8,192"
 MANY_TOKENS, FEW = (0, 1, 2, 3), 6
 TORCH_OFF = extremes("torch F.linear_cross_entropy", "loss_error", tuple(range(9)), unit=0.01)
-FSDP = [shorter("fsdp.json", place, "stock", "our loss + our layers") for place in (0, 1)]
+FSDP = [shorter("fsdp.json", place, "stock", "logitless loss + layers") for place in (0, 1)]
 
 PROOF_PAGE = "docs/proof.md"
 PROOF = "convergence.json"  # of it the shadow gradients
@@ -348,8 +349,8 @@ CLAIMS = (
         range_of(
             tuple(
                 ratio(
-                    ms("step-lora.json", place, f"LoRA{dropout}, our loss + our layers"),
-                    ms("step-lora.json", place, "full fine-tuning, our loss + our layers"),
+                    ms("step-lora.json", place, f"LoRA{dropout}, logitless loss + layers"),
+                    ms("step-lora.json", place, "full fine-tuning, logitless loss + layers"),
                 )
                 for place in (0, 1)
                 for dropout in ("", ", dropout 0.05")
@@ -426,7 +427,7 @@ CLAIMS = (
     Claim(
         README,
         "torch.compile of the layers takes it to {} ms, and to {} ms with the loss",
-        (ms("step.json", 0, "compiled layers"), ms("step.json", 0, "our loss + compiled layers")),
+        (ms("step.json", 0, "compiled layers"), ms("step.json", 0, "logitless loss + compiled layers")),
     ),
     *(
         Claim(INDEX, f"| {step} | {{}} ms |", (source,))
@@ -454,11 +455,11 @@ CLAIMS = (
             (ms(BUDGET_STEPS, 0, name), peak(BUDGET_STEPS, 0, name)),
         )
         for budget, name in (
-            ("none, gradient checkpointing", "our loss + our layers"),
-            ("a quarter", "our loss + our layers, 25%"),
-            ("half", "our loss + our layers, 50%"),
-            ("three quarters", "our loss + our layers, 75%"),
-            ("everything", "our loss + our layers, 100%"),
+            ("none, gradient checkpointing", "logitless loss + layers"),
+            ("a quarter", "logitless loss + layers, 25%"),
+            ("half", "logitless loss + layers, 50%"),
+            ("three quarters", "logitless loss + layers, 75%"),
+            ("everything", "logitless loss + layers, 100%"),
         )
     ),
     Claim(
@@ -475,12 +476,15 @@ CLAIMS = (
     Claim(
         "docs/layers.md",
         "fused layers shorten the step from {} to {} ms, Liger's to {} ms",
-        tuple(ms("step-families.json", 1, name) for name in ("stock", "our layers", "Liger's layers")),
+        tuple(ms("step-families.json", 1, name) for name in ("stock", "logitless layers", "Liger's layers")),
     ),
     Claim(
         "docs/layers.md",
         "32 experts: from {} to {} ms, and to {} ms with both flags",
-        tuple(ms("step-families.json", 2, name) for name in ("stock", "our layers", "our loss + our layers")),
+        tuple(
+            ms("step-families.json", 2, name)
+            for name in ("stock", "logitless layers", "logitless loss + layers")
+        ),
     ),
     Claim(
         "docs/layers.md",
@@ -493,16 +497,16 @@ CLAIMS = (
         range_of(
             (
                 ms("recipes.json", 0, "both flags"),
-                ms("step-lora.json", 0, "full fine-tuning, our loss + our layers"),
-                ms(BUDGET_STEPS, 0, "our loss + our layers"),
-                STEP_OF["our loss + our layers"],
+                ms("step-lora.json", 0, "full fine-tuning, logitless loss + layers"),
+                ms(BUDGET_STEPS, 0, "logitless loss + layers"),
+                STEP_OF["logitless loss + layers"],
             )
         ),
     ),
     Claim(
         START,
         "with a 0.6B model a step takes {} ms with both flags, and {} ms without",
-        (ms("step-lora.json", 0, "LoRA, our loss + our layers"), ms("step-lora.json", 0, "LoRA")),
+        (ms("step-lora.json", 0, "LoRA, logitless loss + layers"), ms("step-lora.json", 0, "LoRA")),
     ),
     Claim(
         START,
@@ -519,7 +523,7 @@ CLAIMS = (
     Claim(
         WHY,
         "shortens the step of a 0.6B model from {} to {} ms",
-        (STEP_OF["stock"], STEP_OF["our layers"]),
+        (STEP_OF["stock"], STEP_OF["logitless layers"]),
     ),
     Claim(
         WHY,
@@ -721,7 +725,7 @@ CLAIMS = (
         "reports a mean ratio of {} and {}%",
         (stated(0.896, "TRL's issue 7269"), stated(52, "TRL's issue 7269")),
     ),
-    Claim("docs/recipes.md", "both flags took {} ms in another", (STEP_OF["our loss + our layers"],)),
+    Claim("docs/recipes.md", "both flags took {} ms in another", (STEP_OF["logitless loss + layers"],)),
     Claim("docs/design.md", "hidden states, {} MiB, stay", (stated(16, HOPPER),)),
     Claim(
         "docs/howto/distributed.md",
