@@ -12,6 +12,7 @@ STYLES = {
     "CCE (exact)": {"color": "#b8a0d4", "marker": "X", "linestyle": "--", "markersize": 4},
     "QuACK": {"color": "#8a5a44", "marker": "*"},
 }
+STYLES["QuACK, chunks of 8,192"] = STYLES["QuACK"]
 NOTE = {"textcoords": "offset points", "fontsize": 10, "color": "#666666"}
 # Limits that no implementation can pass.
 LIMIT = {"color": "#999999", "linestyle": "--", "linewidth": 1, "zorder": 1}

@@ -13,14 +13,15 @@ from benchmarks.harness.styles import LIMIT, NOTE, STYLES
 MOST = 6
 
 
-def draw(sweep: dict, path: Path, comparison: dict | None = None, small: dict | None = None) -> None:
+def draw(sweep: dict, path: Path, small: dict | None = None) -> None:
     """Two panels against N; a line ends where memory ran out.
 
-    Implementations that `comparison` measured at one of the sweep's shapes, and the sweep did not, are single
-    marks. Calls of few tokens are those of `small`, where it has them.
+    Calls of few tokens are those of `small`, where it has them. The text can still be read where the picture
+    is 400 pixels wide.
     """
-    sections = with_few_tokens(with_others(sweep["sections"], comparison), small)
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    sections = with_few_tokens(sweep["sections"], small)
+    note = NOTE | {"fontsize": 13}
+    figure = Figure(figsize=(8.5, 7), layout="constrained")
     memory, time = figure.subplots(1, 2)
     names = list(dict.fromkeys(row["name"] for section in sections for row in section["rows"]))
     for name in (
@@ -28,58 +29,36 @@ def draw(sweep: dict, path: Path, comparison: dict | None = None, small: dict | 
         *(name for name in names if name not in STYLES),
     ):
         style = {"linewidth": 1.6, "markersize": 6, "label": label(name, sections)} | STYLES.get(name, {})
-        if len(found(sections, name)) == 1 < len(sections):
-            style |= {"markersize": 11, "zorder": 4, "markeredgecolor": "white"}  # not lost behind a line
         values = [(N, row["peak_bytes"] / GIB) for N, row in found(sections, name) if row.get("peak_bytes")]
         memory.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
         values = [(N, row["ratio"]) for N, row in found(sections, name) if row.get("ratio")]
         time.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
 
     sizes = [section["shape"]["N"] for section in sections]
-    dress(memory, "Peak memory beyond the inputs, gradients included", "GiB (log scale)", sizes)
+    dress(memory, "Peak memory, GiB", sizes)
     if any(row.get("peak_bytes") for section in sections for row in section["rows"]):  # not on a CPU
         memory.set_yscale("log", base=2)
     memory.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     if total := sweep["device_bytes"]:
         memory.axhline(total / GIB, **LIMIT)
-        memory.annotate(f"the whole card, {total / GIB:.0f} GiB", (sizes[0], total / GIB), (0, 4), **NOTE)
+        memory.annotate(f"the card, {total / GIB:.0f} GiB", (sizes[0], total / GIB), (0, 4), **note)
         memory.set_ylim(top=2 * total / GIB)
-    dress(time, "Forward and backward", "times three bare matrix products (log scale)", sizes)
+    dress(time, "Time, in bare products", sizes)
     time.set_yscale("log")
     time.set_ylim(0.87, MOST)
     time.set_yticks([1, 1.5, 2, 3, 4, 5, 6])
     time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     time.yaxis.set_minor_formatter(NullFormatter())
     time.axhline(1, **LIMIT)
-    time.annotate("three bare matrix products, at their best", (sizes[0], 1), (0, -14), **NOTE)
-    place = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 11}
+    time.annotate("three bare products", (sizes[0], 1), (0, -20), **note)
+    place = {"loc": "outside lower center", "ncols": 2, "frameon": False, "fontsize": 14}
     figure.legend(*memory.get_legend_handles_labels(), **place)
 
     shape = sections[0]["shape"]
-    title = f"LM head + cross-entropy, H = {shape['H']:,}, V = {shape['V']:,}, bf16, {sweep['device']}"
-    figure.suptitle(title, fontsize=14)
+    device = sweep["device"].partition(" 80GB")[0]
+    figure.suptitle(f"Cross-entropy, H {shape['H']:,}, V {shape['V']:,}, bf16, {device}", fontsize=17)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def with_others(sections: list[dict], comparison: dict | None) -> list[dict]:
-    """The sweep's sections, with rows of the comparison's whose name the sweep lacks, where shapes agree."""
-    known = {row["name"] for section in sections for row in section["rows"]}
-    others = comparison["sections"] if comparison else []
-    return [
-        section
-        | {
-            "rows": section["rows"]
-            + [
-                row
-                for other in others
-                if other["shape"] == section["shape"]
-                for row in other["rows"]
-                if row["name"] in STYLES and row["name"] not in known
-            ]
-        }
-        for section in sections
-    ]
 
 
 def with_few_tokens(sections: list[dict], small: dict | None) -> list[dict]:
@@ -104,7 +83,6 @@ def label(name: str, sections: list[dict]) -> str:
     above, where = max(((row["ratio"], N) for N, row in rows if row.get("ratio")), default=(0, 0))
     notes = [f"out of memory at {short(ends[0])}"] if ends else []
     notes += [f"{above:.0f}x at {short(where)}, off the axis"] if above > MOST else []
-    notes += [f"at {short(rows[0][0])} alone"] if len(rows) == 1 < len(sections) else []
     return f"{name} ({'; '.join(notes)})" if notes else name
 
 
@@ -119,13 +97,12 @@ def short(N: int) -> str:
     return f"{N // 1024}k" if N >= 1024 else str(N)
 
 
-def dress(axis: Axes, title: str, unit: str, sizes: list[int]) -> None:
-    axis.set_title(title, fontsize=13)
+def dress(axis: Axes, title: str, sizes: list[int]) -> None:
+    axis.set_title(title, fontsize=16)
     axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, [short(N) for N in sizes])
-    axis.tick_params(labelsize=11)
-    axis.set_xlabel("tokens (log scale)", fontsize=12)
-    axis.set_ylabel(unit, fontsize=12)
+    axis.set_xticks(sizes[::2], [short(N) for N in sizes[::2]])
+    axis.tick_params(labelsize=14)
+    axis.set_xlabel("tokens", fontsize=14)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

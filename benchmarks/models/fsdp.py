@@ -30,7 +30,17 @@ from tabulate import tabulate
 from benchmarks.harness import forked, report
 from benchmarks.harness.measure import GRADIENT_LIMIT, LOSS_LIMIT
 from benchmarks.models.steps import CONFIGURATIONS as EVERY
-from benchmarks.models.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings, missing
+from benchmarks.models.steps import (
+    LLAMA,
+    MODELS,
+    SMALL,
+    Configuration,
+    Limits,
+    Model,
+    Settings,
+    is_ours,
+    missing,
+)
 from benchmarks.models.trainers import furthest
 
 # Liger's layers last: where time runs out, the others have been compared.
@@ -223,7 +233,7 @@ def failed(document: dict) -> list[str]:
         f"{section['trainer']}, {row['name']}: {row['verdict']} {row.get('reason') or ''}".strip()
         for section in document["sections"]
         for row in section["rows"]
-        if row["verdict"] in ("wrong", "failed") and (row["name"] == "stock" or "our" in row["name"])
+        if row["verdict"] in ("wrong", "failed") and (row["name"] == "stock" or is_ours(row["name"]))
     ]
 
 

@@ -380,11 +380,16 @@ def measured_how(document: dict) -> str:
     )
 
 
+def is_ours(name: str) -> bool:
+    """Whether the configuration of this name uses logitless."""
+    return "logitless" in name or name == "both flags"
+
+
 def failed(document: dict) -> list[str]:
     """Configurations of ours that are wrong or broke down, and stock ones, without which nothing shows."""
     return [
         f"{title(section)}: {row['name']}: {row['verdict']} {row.get('reason') or ''}".strip()
         for section in document["sections"]
         for row in section["rows"]
-        if row.get("verdict") in ("wrong", "failed") and (row["name"] == row["stock"] or "our" in row["name"])
+        if row.get("verdict") in ("wrong", "failed") and (row["name"] == row["stock"] or is_ours(row["name"]))
     ]

@@ -115,7 +115,7 @@ def plot(
     if "sweep" in documents:
         drawn = root / "docs" / "ce.png"
         _, small = newest("small", results) or (None, None)
-        picture.draw(documents["sweep"], drawn, documents.get("ce"), small)
+        picture.draw(documents["sweep"], drawn, small)
         typer.echo(f"{drawn}: drawn from {found['sweep'][0]}, and few tokens from the newest small.json")
     if fitted := newest("activations", results):
         drawn = root / "docs" / "activations.png"
