@@ -112,9 +112,10 @@ class SequenceLayout:
         return x.reshape(-1, 1).expand(self.targets.shape)
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
-        """Return a copy of x in targets' shape, contiguous and aligned with hidden.
+        """Return x in targets' shape, contiguous and aligned with hidden.
 
-        With `fills`, unsupervised tokens have `fill`. Without it, no pass reads them.
+        With `fills`, the result is a copy whose unsupervised tokens have `fill`. Without it, no pass reads those
+        tokens.
         """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
@@ -131,7 +132,9 @@ class SequenceLayout:
         x = x.detach() if x.requires_grad else x
         if self._fills:
             return torch.where(self._counted, x.to(self.dtype), fill)
-        return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if not torch.compiler.is_compiling() and x.is_inference():
+            x = x.clone()  # autograd of the evaluation would not save it
+        return x.to(self.dtype).contiguous()
 
     @cached_property
     def _counted(self) -> Tensor:

@@ -144,7 +144,8 @@ def test_inputs_of_ignored_tokens_are_not_read(name, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("counted", ["all", "some"])
 @pytest.mark.parametrize("name", ["grpo token", "grpo sequence", "corrected kl", "reinforce", "rloo"])
-def test_rollouts_of_the_inference_mode_that_change_before_the_backward_pass(name, counted, reduction):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_rollouts_that_change_before_the_backward_pass(mode, name, counted, reduction):
     kind, settings = VARIANTS[name]
     hidden, weight, targets, _ = operands()
     hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
@@ -153,10 +154,10 @@ def test_rollouts_of_the_inference_mode_that_change_before_the_backward_pass(nam
     given = rollouts(name)
     expected = loss(hidden, weight, targets, **given).loss.sum()
     expected = torch.autograd.grad(expected, (hidden, weight))
-    with torch.inference_mode():
+    with mode():
         given = {key: x.clone() for key, x in given.items()}
     value = loss(hidden, weight, targets, **given).loss.sum()
-    with torch.inference_mode():
+    with mode():
         for x in given.values():
             x.zero_()
     assert all(map(torch.equal, torch.autograd.grad(value, (hidden, weight)), expected))
