@@ -114,8 +114,8 @@ class SequenceLayout:
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
         """Return x in targets' shape, contiguous and aligned with hidden.
 
-        With `fills`, the result is a copy whose unsupervised tokens have `fill`. Without it, no pass reads those
-        tokens.
+        With `fills`, the result is a copy whose unsupervised tokens have `fill`. Without it, no pass reads
+        those tokens.
         """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)

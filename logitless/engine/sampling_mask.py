@@ -37,9 +37,8 @@ class AlignedMask(NamedTuple):
 class SamplingMask:
     """For each token, the ids that the sampler's truncation kept, as inference servers return them.
 
-    The set of token n is `token_ids[offsets[n]:offsets[n + 1]]`; names and order are those of vLLM's
-    `SamplingMask`. An empty set means the whole vocabulary. Sets are aligned with the targets: with
-    `shift=True`, they are shifted with the labels.
+    The set of token n is `token_ids[offsets[n]:offsets[n + 1]]`. An empty set means the whole vocabulary.
+    Sets are aligned with the targets: with `shift=True`, they are shifted with the labels.
 
     Args:
         token_ids: (S,) int32 or int64 ids of the whole vocabulary (also with `tp_group`), in any order.
@@ -110,18 +109,14 @@ class SamplingMask:
             device: device of the mask. Default: the default device of PyTorch.
             missing: as in the constructor.
         """
-        sets = [[] if ids is None else list(ids) for ids in kept]
-        offsets = [0, *accumulate(map(len, sets))]
-        ids = list(chain.from_iterable(sets))
-        if any(isinstance(x, float) for x in ids):
-            raise TypeError("kept: expected lists of integer token ids, got floats; pass the ids.")
+        ids, offsets = _joined("kept", kept)
         ids = torch.tensor(ids, dtype=torch.int64, device=device)
         return cls(ids, torch.tensor(offsets, dtype=torch.int64, device=device), missing=missing)
 
     @classmethod
     def from_completions(
         cls,
-        masks: Sequence[tuple | None],
+        masks: Sequence[Sequence[Sequence[int] | None] | tuple | None],
         starts: int | Sequence[int] | Tensor,
         length: int,
         *,
@@ -133,8 +128,9 @@ class SamplingMask:
         Tokens outside the completions keep the whole vocabulary.
 
         Args:
-            masks: for each sequence, (token_ids, offsets) of its completion as lists, arrays or tensors, such
-                as vLLM's `SamplingMask`; None for a sequence that was sampled without truncation.
+            masks: for each sequence, a list with one list of ids per token of its completion, such as
+                `sampling_mask.token_ids` of vLLM, or a tuple (token_ids, offsets) of lists, arrays or
+                tensors. None for a sequence that was sampled without truncation.
             starts: the position of the first token of each completion, or one position for all completions.
             length: number of positions of the batch, T.
             device: device of the batch. Default: the default device of PyTorch.
@@ -152,6 +148,14 @@ class SamplingMask:
         for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
             if mask is None:
                 continue
+            if isinstance(mask, list):
+                mask = _joined("masks", mask)
+            elif not isinstance(mask, tuple) or len(mask) != 2:
+                raise TypeError(
+                    "masks: expected a list with one list of ids per token, a tuple (token_ids, offsets) or "
+                    f"None for each sequence, got {type(mask).__name__} in row {row}; with vLLM, pass "
+                    "completion.sampling_mask.token_ids."
+                )
             token_ids, offsets = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in mask)
             tokens = offsets.shape[0] - 1
             if start < 0 or start + tokens > length:
@@ -218,6 +222,15 @@ class SamplingMask:
             starts = offsets[1:]
             lengths = shifted(lengths.view(targets.shape), 0, -1, cu_seqlens).reshape(-1)
         return AlignedMask(Sets(self.token_ids, starts, lengths, self.offsets), self.missing == "add")
+
+
+def _joined(name: str, kept: Iterable[Sequence[int] | None]) -> tuple[list[int], list[int]]:
+    """A list of ids per token -> the ids in one list, and the first slot of each token."""
+    sets = [[] if ids is None else list(ids) for ids in kept]
+    ids = list(chain.from_iterable(sets))
+    if any(isinstance(x, float) for x in ids):
+        raise TypeError(f"{name}: expected lists of integer token ids, got floats; pass the ids.")
+    return ids, [0, *accumulate(map(len, sets))]
 
 
 def check_mask(mask: object) -> None:

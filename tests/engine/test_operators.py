@@ -222,9 +222,9 @@ def test_four_threads_compile_and_call_at_once():
         with tolerant():
             return [compiled(*arguments).item() for _ in range(3)]
 
-    # torch has one flag for all threads that a graph is being traced, and by default raises if a compiled function
-    # is called meanwhile. An option is a thread's own in some versions of torch. In others it is one for all, and
-    # the first thread that is done must not set it back.
+    # torch has one flag for all threads that a graph is being traced, and by default raises if a compiled
+    # function is called meanwhile. An option is a thread's own in some versions of torch. In others it is one
+    # for all, and the first thread that is done must not set it back.
     tolerant = functools.partial(torch._dynamo.config.patch, error_on_nested_fx_trace=False)
     with tolerant(), ThreadPoolExecutor(4) as pool:
         actual = list(pool.map(work, losses))

@@ -1,6 +1,7 @@
 """Sampling masks: log-probabilities over kept ids, against full logits with -inf outside the sets."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,6 +216,10 @@ def test_completions(starts):
     lists = SamplingMask.from_lists(kept)
     assert torch.equal(mask.token_ids, lists.token_ids) and torch.equal(mask.offsets, lists.offsets)
     assert mask.missing == "add"
+    of_vllm = SamplingMask.from_completions([[[4], [5, 6]], [[9, 8]]], starts, 5)
+    assert torch.equal(of_vllm.token_ids, lists.token_ids) and torch.equal(of_vllm.offsets, lists.offsets)
+    some = SamplingMask.from_completions([[None, [5]], None, []], starts if isinstance(starts, int) else 2, 4)
+    assert some.token_ids.tolist() == [5] and some.offsets.tolist() == [0] * 4 + [1] * 9
     ragged = SamplingMask.from_completions([completions[0], None], [3, 0], 5)
     assert ragged.offsets.tolist() == [0, 0, 0, 0, 1, 3, 3, 3, 3, 3, 3]
     none = SamplingMask.from_completions([], 0, 5)
@@ -298,6 +303,10 @@ def test_refusals():
             lambda: completions([([1, 2], [0, 1, 2])], 3, 4))  # fmt: skip
     refused("masks: expected offsets that rise from 0 to at most 2, got others in row 0",
             lambda: completions([([1, 2], [0, 1, 3])], 0, 4))  # fmt: skip
+    refused("masks: expected a list with one list of ids per token, .* got SimpleNamespace in row 0",
+            lambda: completions([SimpleNamespace(token_ids=[[1]])], 0, 4), error=TypeError)  # fmt: skip
+    refused("masks: expected lists of integer token ids, got floats",
+            lambda: completions([[[1.0]]], 0, 4), error=TypeError)  # fmt: skip
     refused("starts: expected 1 positions", lambda: completions([([1], [0, 1])], [1, 2], 4))
 
 

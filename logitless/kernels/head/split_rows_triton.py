@@ -27,7 +27,7 @@ from logitless.kernels.head.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Columns that are read at a time, such blocks of a part, such blocks that are read ahead, and warps of a program.
+# Columns that are read at a time; such blocks of a part; blocks that are read ahead; warps of a program.
 BLOCK, BLOCKS, STAGES, WARPS = 2048, 5, 4, 4
 
 
