@@ -402,15 +402,12 @@ class _Losses(torch.autograd.Function):
         logits, targets, class_weights, gradient, *saved = ctx.saved_tensors
         count = len(ctx.names)
         stats = kernels.TokenBuffers(**dict(zip(ctx.names, saved[:count], strict=True)))
-        scaled = [gradient * upstream for gradient in saved[count:]]
-        grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, scaled, strict=True)))
-        unless_one = None
+        grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, saved[count:], strict=True)))
+        options = _options(ctx.loss, class_weights) | {"upstream": upstream, "unless_one": ctx.returns_saved}
         if ctx.returns_saved:
-            unless_one = upstream.expand(len(logits))
             ctx.returns_saved = False  # a second backward pass must not write to what this one has returned
         else:
             gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        options = _options(ctx.loss, class_weights) | {"upstream": unless_one}
         if len(logits):
             kernels.logits_gradient(logits, targets, stats, grads, gradient=gradient, **options)
         if ctx.inplace:

@@ -96,10 +96,12 @@ def gradient_combinations() -> Iterator[Combination]:
     ):
         for transform in heads():
             flags = transform | {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
-            flags |= {"BLOCK": cross_entropy_triton.BLOCK, "UNLESS_ONE": False}
-            yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
+            flags["BLOCK"] = cross_entropy_triton.BLOCK
+            factors = [(0, False)]
             if logits == product and not transform["HAS_BIAS"]:  # of given logits
-                flags["UNLESS_ONE"] = True
+                factors += itertools.product((1, 2), (False, True))
+            for upstream, unless_one in factors:
+                flags |= {"UPSTREAM": upstream, "UNLESS_ONE": unless_one}
                 yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags)
 
 

@@ -252,7 +252,7 @@ def test_launchers_ask_for_nothing_else(launches, dtype):
         product = dict(c.pointers).get("grad")
         elsewhere = (
             c.kernel in ELSEWHERE
-            or dict(c.constants).get("UNLESS_ONE")
+            or dict(c.constants).get("UPSTREAM")
             or max(dict(c.constants).get(name, 16) for name in ("TILES", "K")) > 16
         )
         assert elsewhere or product != name or product == "fp32", c

@@ -156,7 +156,8 @@ def logits_gradient(
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
-    upstream: Tensor | None = None,  # (C,), rows with 1 are left as they are
+    upstream: Tensor | None = None,  # (1,) or (C,) factor of the gradients
+    unless_one: bool = False,  # whether `gradient` is right already where `upstream` is 1
 ) -> None:
     """Write d loss / d logits to `gradient`; zeros in ignored rows."""
     if uses_triton(logits.device, logits.dtype):
@@ -173,9 +174,13 @@ def logits_gradient(
             ignore_index=ignore_index,
             gradient=gradient,
             upstream=upstream,
+            unless_one=unless_one,
         )
         return
-    kept = None if upstream is None else gradient[upstream == 1]
+    if upstream is not None:
+        grads = TokenBuffers(**{name: grad * upstream for name, grad in grads.items()})
+        upstream = upstream.expand(logits.shape[0])
+    kept = gradient[upstream == 1] if unless_one else None
     _logits_gradient_twin(
         logits, targets, stats, grads, transform, bias, class_weights, ignore_index, gradient
     )

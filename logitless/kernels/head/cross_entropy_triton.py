@@ -319,6 +319,7 @@ def logits_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    UPSTREAM: tl.constexpr,
     UNLESS_ONE: tl.constexpr,
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -328,11 +329,15 @@ def logits_gradient_kernel(
 
     At the target, logps is more accurate than z - lse, and the gradient is computed without the difference 1
     - p, which would cancel for a confident token.
+
+    UPSTREAM: 0, or the gradients of the statistics have a factor, 1 the same for all rows, 2 one for each row.
     """
     row = tl.program_id(0).to(tl.int64)
-    if UNLESS_ONE:
-        if tl.load(upstream_ptr + row) == 1.0:
-            return
+    if UPSTREAM:
+        upstream = tl.load(upstream_ptr + (row if UPSTREAM == 2 else 0))
+        if UNLESS_ONE:
+            if upstream == 1.0:
+                return
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
     y = tl.load(targets_ptr + row)
@@ -340,6 +345,9 @@ def logits_gradient_kernel(
     residual = tl.load(lse_residual_ptr + row)
     g_logp = tl.load(g_logp_ptr + row)
     g_lse = tl.load(g_lse_ptr + row)
+    if UPSTREAM:
+        g_logp *= upstream
+        g_lse *= upstream
     logp = tl.load(logps_ptr + row)
     p_y = tl.exp(logp)
     # p = exp(z - lse) exp(-residual). If the residual were subtracted from z - lse, most of it would be lost
@@ -350,6 +358,9 @@ def logits_gradient_kernel(
         entropy = tl.load(entropy_ptr + row)
         g_entropy = tl.load(g_entropy_ptr + row)
         g_sum = tl.load(g_sum_ptr + row)
+        if UPSTREAM:
+            g_entropy *= upstream
+            g_sum *= upstream
         g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
     # An ignored row is set to 0, even if its logits are not finite. In Triton 3.9's interpreter, the mask
     # `(cols < V) & (y != ignore_index)` would be an integer, because a scalar condition is.
@@ -448,6 +459,7 @@ def logits_gradient(
     ignore_index,
     gradient,
     upstream,
+    unless_one,
 ):
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
@@ -480,7 +492,8 @@ def logits_gradient(
         *scalars,
         **flags,
         EXTRA=extra,
-        UNLESS_ONE=upstream is not None,
+        UPSTREAM=0 if upstream is None else 1 if upstream.numel() == 1 else 2,
+        UNLESS_ONE=unless_one,
         ALIAS=gradient.dtype != logits.dtype,
         BLOCK=BLOCK,
         num_warps=WARPS,
