@@ -359,11 +359,12 @@ class _Losses(torch.autograd.Function):
             zeros = torch.zeros_like(buffers.lse)
             unread = {name: zeros for name, _ in buffers.items()}
             _, gradients = _evaluated(loss, unread, batch, factor, differentiate=True)
+            named = {"lse": zeros} | gradients  # which the kernels need in any case
             kernels.statistics_and_gradient(
                 rows,
                 batch.given_targets,
                 buffers,
-                kernels.TokenBuffers(**gradients),
+                kernels.TokenBuffers(**named),
                 gradient=gradient,
                 **_options(loss, batch.class_weights),
             )
@@ -371,6 +372,7 @@ class _Losses(torch.autograd.Function):
             first, *others = [d_statistic * stats[name] for name, d_statistic in gradients.items()]
             values = sum(others, first)
             values = values if loss.reduction == "none" else values.sum().view(1)
+            gradients = named
         else:
             rows, buffers = _statistics(logits, loss, batch)
             stats = dict(buffers.items())

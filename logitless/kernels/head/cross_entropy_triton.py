@@ -463,8 +463,14 @@ def logits_gradient(
 ):
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
-    zeros = stats.lse.new_zeros(stats.lse.shape)
-    pointers, scalars, flags = vocabulary_arguments(transform, bias, class_weights if extra else None, zeros)
+    unused = stats.lse
+    # 0 times an entropy that was not computed may be NaN.
+    factors = [grads.logps, grads.lse]
+    others = [None if grads.entropy is None else stats.entropy, grads.entropy, grads.sum_logits]
+    needed = factors + others if extra else factors
+    zeros = stats.lse.new_zeros(stats.lse.shape) if any([x is None for x in needed]) else unused
+    g_logp, g_lse, entropy, g_entropy, g_sum = [zeros if x is None else dense(x) for x in factors + others]
+    pointers, scalars, flags = vocabulary_arguments(transform, bias, class_weights if extra else None, unused)
     logits_gradient_kernel[(logits.shape[0],)](
         logits,
         gradient,
@@ -473,18 +479,12 @@ def logits_gradient(
         dense(stats.logps),
         dense(stats.lse),
         dense(stats.lse_residual),
-        *(
-            zeros if x is None else dense(x)
-            # 0 times an entropy that was not computed may be NaN.
-            for x in (
-                None if grads.entropy is None else stats.entropy,
-                grads.logps,
-                grads.lse,
-                grads.entropy,
-                grads.sum_logits,
-            )
-        ),
-        zeros if upstream is None else dense(upstream),
+        entropy,
+        g_logp,
+        g_lse,
+        g_entropy,
+        g_sum,
+        unused if upstream is None else dense(upstream),
         logits.stride(0),
         gradient.stride(0),
         logits.shape[1],

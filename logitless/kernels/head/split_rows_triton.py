@@ -353,7 +353,7 @@ def statistics_and_gradient(
     length = min(BLOCKS, triton.cdiv(V, block)) * block
     parts = triton.cdiv(V, length)
     has_sum = grads.sum_logits is not None
-    zeros = torch.zeros_like(out.lse)
+    g_lse = torch.zeros_like(out.lse) if grads.lse is None else dense(grads.lse)
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
     partials = torch.empty(N, 3, parts, dtype=torch.float32, device=logits.device)
@@ -369,7 +369,9 @@ def statistics_and_gradient(
             out.lse,
             out.lse_residual,
             out.sum_logits if has_sum else out.lse,
-            *(zeros if x is None else dense(x) for x in (grads.logps, grads.lse, grads.sum_logits)),
+            dense(grads.logps),
+            g_lse,
+            dense(grads.sum_logits) if has_sum else out.lse,
             partials,
             arrivals,
             logits.stride(0),
