@@ -330,7 +330,8 @@ def logits_gradient_kernel(
     At the target, logps is more accurate than z - lse, and the gradient is computed without the difference 1
     - p, which would cancel for a confident token.
 
-    UPSTREAM: 0, or the gradients of the statistics have a factor, 1 the same for all rows, 2 one for each row.
+    UPSTREAM: 0, or the gradients of the statistics have a factor: 1, the same for all rows; 2, one for each
+    row.
     """
     row = tl.program_id(0).to(tl.int64)
     if UPSTREAM:
