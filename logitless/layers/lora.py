@@ -1,12 +1,12 @@
 """LoRA projections of PEFT: y = x W' + b + s (dropout(x) A') B', with frozen W and b.
 
-    h   = s x A'          y   = x W' + b;  y += h B'
-    d_h = s d_y B         d_B = d_y' h     d_A = d_h' x     d_x = d_y W;  d_x += d_h A
+    h   = s x A'          y   = h B' + b;  y += x W'
+    d_h = s d_y B         d_B = d_y' h     d_A = d_h' x     d_x = d_h A;  d_x += d_y W
 
 PEFT's layer casts x to the adapter's fp32 and, under autocast, back; multiplies by s and adds in kernels of
 their own, forward and backward; and keeps a copy of x for each projection. Here the products accumulate the
-sums, s is applied to h and d_h, which have r numbers a token, and x, h, A and B are saved in the products'
-dtype. W in a wider dtype or in 4 bits is converted in the forward pass and again in the backward pass.
+sums, the long one last: it reads y while it computes, and rounds the whole sum once. s is applied to h and
+d_h, which have r numbers a token, and x, h, A and B are saved in the products' dtype. W in a wider dtype or in 4 bits is converted in the forward pass and again in the backward pass.
 Results differ from PEFT's by rounding. Dropout masks are drawn in PEFT's order.
 """
 
@@ -323,10 +323,10 @@ class _Projections(torch.autograd.Function):
             y = result.view(-1, b.shape[0])
             weight = _as_matrix(member, x.dtype).t()
             if member.bias is None:
-                torch.mm(rows, weight, out=y)
+                torch.mm(part, b.t(), out=y)
             else:
-                torch.addmm(member.bias.to(x.dtype), rows, weight, out=y)
-            y.addmm_(part, b.t())
+                torch.addmm(member.bias.to(x.dtype), part, b.t(), out=y)
+            y.addmm_(rows, weight)
             results.append(result)
         ctx.set_materialize_grads(False)
         trains_a = any(ctx.needs_input_grad[3 : 3 + n])
@@ -353,7 +353,7 @@ class _Projections(torch.autograd.Function):
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
-        is_first = True
+        transposed = [None] * n
         parts = zip(grads, _chunks(h, n, 1), _chunks(d_h, n, 1), _each_b(many_b, members))
         for i, (d_y, part, d_part, b) in enumerate(parts):
             if d_y is None:
@@ -361,21 +361,18 @@ class _Projections(torch.autograd.Function):
                 continue
             d_y = d_y.reshape(-1, b.shape[0])
             scaled_product(d_y, b, ctx.scale, d_part)
-            transposed = d_y.t()
+            transposed[i] = d_y.t()
             if needs_b[i]:
-                d_b[i] = product(transposed, part, members[i].b.dtype)
-            if needs_x:
-                accumulate(d_x, transposed, _as_matrix(members[i], d_y.dtype), first=is_first)
-                is_first = False
+                d_b[i] = product(transposed[i], part, members[i].b.dtype)
         rows = x.reshape(-1, ctx.shape[-1]) if any(needs_a) else None
         dtype = members[0].a.dtype
         gradients = None
         if masks is None:
-            transposed = d_h.t()
+            d_h = d_h.t()
             if rows is not None:
-                gradients = product(transposed, rows, dtype)
+                gradients = product(d_h, rows, dtype)
             if needs_x:
-                accumulate(d_x, transposed, a, first=False)
+                accumulate(d_x, d_h, a, first=True)
         elif rows is not None or needs_x:
             gradients = lora_dropout.backward(d_h, rows, d_x, masks, a, dtype)
         if gradients is not None:
@@ -384,6 +381,9 @@ class _Projections(torch.autograd.Function):
                 if needs_a[i] and grads[i] is not None:
                     d_a[i] = gradient
         if needs_x:
+            for member, d_y in zip(members, transposed):
+                if d_y is not None:
+                    accumulate(d_x, d_y, _as_matrix(member, h.dtype), first=False)
             d_x = d_x.view(ctx.shape)
         d_inputs = (None, d_x) if needs_uncast else (d_x, None)
         return *d_inputs, None, *d_a, *d_b

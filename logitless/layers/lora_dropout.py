@@ -1,6 +1,6 @@
 """Dropout before the A of LoRA projections of one input x, each with a mask m_i of its own.
 
-    h_i = s (x * m_i) A_i'        d_A_i = d_h_i' (x * m_i)        d_x += sum over i of m_i * (d_h_i A_i)
+    h_i = s (x * m_i) A_i'        d_A_i = d_h_i' (x * m_i)        d_x = sum over i of m_i * (d_h_i A_i)
 
 The masks hold 0 and 1; 1 / (1 - p) is part of s. On a CPU they are drawn as PEFT's are. The Triton kernels
 keep a mask as bits, an eighth of a byte an element, and no masked copy of x exists.
@@ -40,7 +40,7 @@ def project(x: Tensor, p: float, count: int, a: Tensor, scale: float, out: Tenso
 def backward(
     d_h: Tensor, x: Tensor | None, d_x: Tensor | None, masks: Tensor, a: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Add m_i * (d_h_i @ A_i) of all i to d_x, unless it is None.
+    """Write the sum of m_i * (d_h_i @ A_i) over all i to d_x, unless it is None.
 
     Returns:
         the gradients of all A_i below each other, in `dtype`; None if x is None.
@@ -52,6 +52,8 @@ def backward(
             return lora_dropout_triton.backward(d_h, x, d_x, masks, a, dtype)
     count = masks.shape[0]
     gradients = []
+    if d_x is not None:
+        d_x.zero_()
     for mask, part, each in zip(masks, d_h.chunk(count, 1), a.chunk(count)):
         if x is not None:
             gradients.append(product(part.t(), x * mask, dtype))

@@ -3,7 +3,7 @@
 The kernel of the forward pass draws the masks. One of its programs computes a block of rows of one
 projection; programs with consecutive numbers compute the same rows of all projections of one input, so that
 x is read once from memory, and from the cache for the other projections. The kernel of the backward pass
-reads x and the masks and changes d_x once, for all projections of one input: a program has a tile of columns
+reads x and the masks and writes d_x once, for all projections of one input: a program has a tile of columns
 and loops over a piece of the rows.
 
 Byte k of a row of bits has those of the columns 8 k to 8 k + 7, which are registers of one thread.
@@ -154,6 +154,7 @@ def dropout_backward_kernel(
     piece,
     before,  # number of projections before the first of this launch
     MEMBERS: tl.constexpr,
+    ADD: tl.constexpr,  # to d_x
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -188,7 +189,10 @@ def dropout_backward_kernel(
             x = tl.load(x_ptr + start_row * x_stride + x_offset, mask=inside_x, other=0.0)
         if d_x_ptr is not None:
             d_x_ptrs = d_x_ptr + start_row * columns + d_x_offset
-            d_x = tl.load(d_x_ptrs, mask=inside_x, other=0.0).to(tl.float32)
+            if ADD:
+                d_x = tl.load(d_x_ptrs, mask=inside_x, other=0.0).to(tl.float32)
+            else:
+                d_x = tl.zeros((BLOCK, TILE), tl.float32)
         new_totals = ()
         for member in tl.static_range(MEMBERS):
             number_of_row = tl.cast(before + member, tl.int64) * rows + start
@@ -266,7 +270,7 @@ def _project_launch(
 def backward(
     d_h: Tensor, x: Tensor | None, d_x: Tensor | None, bits: Tensor, a: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Add to d_x; return the gradients of all A in `dtype`: the sum over pieces of the rows, in fp32."""
+    """Write d_x; return the gradients of all A in `dtype`: the sum over pieces of the rows, in fp32."""
     (count, rows, _), (height, columns) = bits.shape, a.shape
     padded = _padded(height // count)
     step = max(1, MAX_HEIGHT // padded)
@@ -285,9 +289,8 @@ def backward(
     d_x_dtype = None if d_x is None else d_x.dtype
     for before in range(0, count, step):
         members = min(step, count - before)
-        _backward_launch(
-            d_h.dtype, d_x_dtype, x is None, x_stride, columns, height, height // count, members, aligned
-        )(
+        key = d_h.dtype, d_x_dtype, x is None, x_stride, columns, height, height // count, members, aligned
+        _backward_launch(*key, before > 0)(
             (pieces * tiles,),
             x,
             d_x,
@@ -319,6 +322,7 @@ def _backward_launch(
     rank: int,
     members: int,
     aligned: tuple[int, ...],
+    adds: bool,
 ) -> BoundLaunch:
     """Return the launch for operands with these properties, which include all that Triton specializes on."""
     padded = _padded(rank)
@@ -326,6 +330,7 @@ def _backward_launch(
     return BoundLaunch(
         dropout_backward_kernel,
         MEMBERS=members,
+        ADD=adds,
         BLOCK=BLOCK,
         RANK=padded,
         STAGES=3 if rows_of_a <= 48 else 2 if rows_of_a <= 64 else 1,
