@@ -112,12 +112,14 @@ def run(
     copy = median(times[COPY]) / CALLS
     gpu_copy = gpu_ms(cases[COPY], device)
     document |= {"shape": {"N": N, "V": V}, "copy_ms": copy, "logits_bytes": source.nbytes}
-    document["copy_gpu_ms"] = gpu_copy
+    if gpu_copy:  # not if the profiler sees nothing
+        document["copy_gpu_ms"] = gpu_copy
     for name, compute in right.items():
         rows[name] |= spread([ms / CALLS for ms in times[name]])
         rows[name]["of_copy"] = rows[name]["ms"] / copy
-        rows[name]["gpu_ms"] = gpu_ms(cases[name], device)
-        rows[name]["gpu_of_copy"] = rows[name]["gpu_ms"] / gpu_copy
+        if gpu_copy:
+            rows[name]["gpu_ms"] = gpu_ms(cases[name], device)
+            rows[name]["gpu_of_copy"] = rows[name]["gpu_ms"] / gpu_copy
         logits = source * 1.0
         call = functools.partial(gradient, compute, logits, targets)
         rows[name]["peak_bytes"] = peak_bytes(call, device)

@@ -1,5 +1,6 @@
 """One picture from a sweep: peak memory, and time as a multiple of the bare products, against the tokens."""
 
+import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -29,10 +30,11 @@ def draw(sweep: dict, path: Path, small: dict | None = None) -> None:
         *(name for name in names if name not in STYLES),
     ):
         style = {"linewidth": 1.6, "markersize": 6, "label": label(name, sections)} | STYLES.get(name, {})
-        values = [(N, row["peak_bytes"] / GIB) for N, row in found(sections, name) if row.get("peak_bytes")]
-        memory.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
-        values = [(N, row["ratio"]) for N, row in found(sections, name) if row.get("ratio")]
-        time.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
+        rows = found(sections, name)
+        numbers = [N for N, _ in rows]
+        # A line has a gap where its implementation failed.
+        memory.plot(numbers, [(row.get("peak_bytes") or math.nan) / GIB for _, row in rows], **style)
+        time.plot(numbers, [row.get("ratio") or math.nan for _, row in rows], **style)
 
     sizes = [section["shape"]["N"] for section in sections]
     dress(memory, "Peak memory, GiB", sizes)
@@ -43,7 +45,7 @@ def draw(sweep: dict, path: Path, small: dict | None = None) -> None:
         memory.axhline(total / GIB, **LIMIT)
         memory.annotate(f"the card, {total / GIB:.0f} GiB", (sizes[0], total / GIB), (0, 4), **note)
         memory.set_ylim(top=2 * total / GIB)
-    dress(time, "Time, in bare products", sizes)
+    dress(time, "Time, multiple of the products", sizes)
     time.set_yscale("log")
     time.set_ylim(0.87, MOST)
     time.set_yticks([1, 1.5, 2, 3, 4, 5, 6])
@@ -82,6 +84,7 @@ def label(name: str, sections: list[dict]) -> str:
     ends = [N for N, row in rows if row["verdict"] == "out of memory"]
     above, where = max(((row["ratio"], N) for N, row in rows if row.get("ratio")), default=(0, 0))
     notes = [f"out of memory at {short(ends[0])}"] if ends else []
+    notes += [f"failed at {short(N)}" for N, row in rows if row["verdict"] == "failed"]
     notes += [f"{above:.0f}x at {short(where)}, off the axis"] if above > MOST else []
     return f"{name} ({'; '.join(notes)})" if notes else name
 

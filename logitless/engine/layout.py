@@ -75,12 +75,14 @@ class SequenceLayout:
         *,
         shift: bool,
         fills: bool,
+        copies: bool,
         slices: WholeSequences,
         aligned_mask: AlignedMask | None = None,
     ):
         self._ignore_index = ignore_index
         self._shift = shift
         self._fills = fills
+        self._copies = copies
         self._slices = slices
         self.aligned_mask = aligned_mask  # the sampling mask of the call
         self.packed = cu_seqlens is not None
@@ -115,7 +117,8 @@ class SequenceLayout:
         """Return x in targets' shape, contiguous and aligned with hidden.
 
         With `fills`, the result is a copy whose unsupervised tokens have `fill`. Without it, no pass reads
-        those tokens.
+        those tokens, and the result is a copy with `copies`, under torch.compile and for tensors that were
+        made in inference mode, which autograd does not save.
         """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
@@ -132,8 +135,8 @@ class SequenceLayout:
         x = x.detach() if x.requires_grad else x
         if self._fills:
             return torch.where(self._counted, x.to(self.dtype), fill)
-        if not torch.compiler.is_compiling() and x.is_inference():
-            x = x.clone()  # autograd of the evaluation would not save it
+        if self._copies or torch.compiler.is_compiling() or x.is_inference():
+            return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         return x.to(self.dtype).contiguous()
 
     @cached_property

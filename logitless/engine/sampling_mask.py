@@ -148,7 +148,7 @@ class SamplingMask:
         for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
             if mask is None:
                 continue
-            if isinstance(mask, list):
+            if isinstance(mask, list) and all(isinstance(x, list | tuple | None) for x in mask):
                 mask = _joined("masks", mask)
             elif not isinstance(mask, tuple) or len(mask) != 2:
                 raise TypeError(

@@ -112,8 +112,10 @@ def split_combinations() -> Iterator[Combination]:
     ):
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
         flags |= {"PADDED": 1 << (parts - 1).bit_length(), "LENGTH": length, "PUBLISH": True, "FINISH": True}
-        flags |= {"STAGES": split_rows_triton.STAGES, "VECTOR": 4 if dtype == "fp32" else 8, "BLOCK": block}
-        yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
+        flags |= {"VECTOR": 4 if dtype == "fp32" else 8, "BLOCK": block}
+        for stages in (1,) if weights else (1, split_rows_triton.STAGES):
+            flags["STAGES"] = stages
+            yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 
 # MODE with OVERLAP, ROWS and MASS, of DistillationLoss, where total variation alone is a function of the

@@ -3,6 +3,7 @@ tests/reference_tests and tests/random."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss, SamplerCorrection, linear_logprobs
 from logitless.losses.grpo_types import LEVELS, TRUST_REGIONS, TYPES
@@ -161,6 +162,63 @@ def test_rollouts_that_change_before_the_backward_pass(mode, name, counted, redu
         for x in given.values():
             x.zero_()
     assert all(map(torch.equal, torch.autograd.grad(value, (hidden, weight)), expected))
+
+
+@pytest.mark.parametrize("change", ["in place", "without autograd", "inference mode"])
+def test_rollouts_that_change_before_a_main_gradient_is_computed(change):
+    hidden, weight, targets, _ = operands()
+    hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    given = rollouts("grpo token")
+
+    def main_gradient(between) -> Tensor:
+        with torch.inference_mode(change == "inference mode"):
+            rollout = {key: x.clone() for key, x in given.items()}
+        main = torch.zeros_like(weight)
+        loss = GRPOLoss()(hidden, weight, targets.clamp(min=0), **rollout, accumulate_into=main).loss
+        with torch.inference_mode(change == "inference mode"):
+            for x in rollout.values():
+                between(x.data if change == "without autograd" else x)
+        torch.autograd.grad(loss, hidden)
+        return main
+
+    assert torch.equal(main_gradient(lambda x: x.zero_()), main_gradient(lambda x: None))
+
+
+@pytest.mark.parametrize("into_main", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rollouts_of_the_inference_mode_in_a_graph(reduction, into_main):
+    hidden, weight, targets, _ = operands()
+    hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    targets = targets.clamp(min=0)
+    loss = GRPOLoss(reduction=reduction)
+
+    def gradients(call, given) -> list[Tensor]:
+        main = torch.zeros_like(weight)
+        options = {"accumulate_into": main} if into_main else {}
+        value = call(hidden, weight, targets, given, options)
+        return [main, *torch.autograd.grad(value, hidden if into_main else (hidden, weight))]
+
+    def call(hidden, weight, targets, given, options) -> Tensor:
+        return loss(hidden, weight, targets, **given, **options).loss
+
+    given = rollouts("grpo token")
+    expected = gradients(call, given)
+    with torch.inference_mode():
+        given = {key: x.clone() for key, x in given.items()}
+    graph = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for actual, truth in zip(gradients(graph, given), expected, strict=True):
+        torch.testing.assert_close(actual, truth)
+
+
+def test_sums_of_the_inference_mode():
+    """`old_logps` of RLOO as sums of sequences."""
+    hidden, weight, targets, _ = operands()
+    hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    with torch.inference_mode():
+        sums, advantages = torch.zeros(5, device=DEVICE) - 9, torch.ones(5, device=DEVICE)
+    out = RLOOLoss(reduction="none")(hidden, weight, targets, advantages=advantages, old_logps=sums)
+    out.loss.sum().backward()
+    assert hidden.grad.isfinite().all() and hidden.grad.any()
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -305,6 +305,9 @@ def test_refusals():
             lambda: completions([([1, 2], [0, 1, 3])], 0, 4))  # fmt: skip
     refused("masks: expected a list with one list of ids per token, .* got SimpleNamespace in row 0",
             lambda: completions([SimpleNamespace(token_ids=[[1]])], 0, 4), error=TypeError)  # fmt: skip
+    for pair in ([torch.tensor([1]), torch.tensor([0, 1])], [4, 5, 6], (1, 2, 3)):
+        refused("masks: expected a list with one list of ids per token, a tuple",
+                lambda pair=pair: completions([pair], 0, 4), error=TypeError)  # fmt: skip
     refused("masks: expected lists of integer token ids, got floats",
             lambda: completions([[[1.0]]], 0, 4), error=TypeError)  # fmt: skip
     refused("starts: expected 1 positions", lambda: completions([([1], [0, 1])], [1, 2], 4))

@@ -196,9 +196,17 @@ def split_rows_kernel(
             rest = tl.zeros([BLOCK // VECTOR], tl.float32)
             largest = tl.full([BLOCK // VECTOR], -1e30, tl.float32)
             weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
-            # Blocks on their way to shared memory; in registers there is room for one alone.
+            upcoming = first
             for start in tl.range(begin, full, BLOCK, num_stages=STAGES):
-                x = tl.load(logits_ptr + start + lane)
+                if STAGES > 1:
+                    # Blocks are on their way to shared memory; in registers there is room for one alone.
+                    x = tl.load(logits_ptr + start + lane)
+                else:
+                    x = upcoming
+                    # Prefetch the next block, as in `row_kernel`; after the last one the same again, without
+                    # a mask, which would take as many instructions as the maximum.
+                    after = tl.multiple_of(tl.minimum(start + BLOCK, full - BLOCK), BLOCK)
+                    upcoming = tl.load(logits_ptr + after + lane)
                 rest, largest, weighted = add_block(
                     x,
                     start,
@@ -357,6 +365,10 @@ def statistics_and_gradient(
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
     partials = torch.empty(N, 3, parts, dtype=torch.float32, device=logits.device)
+    # Only aligned rows are copied to shared memory while others are computed. Class weights would be too, and
+    # take its place.
+    aligned = (logits.data_ptr() | logits.stride(0) * logits.element_size()) % 16 == 0
+    stages = STAGES if aligned and not flags["HAS_WEIGHTS"] else 1
     interpreted = triton.knobs.runtime.interpret
     for publish, finish in ((True, False), (False, True)) if interpreted else ((True, True),):
         arrivals = torch.zeros(1 + N, dtype=torch.int32, device=logits.device)
@@ -387,7 +399,7 @@ def statistics_and_gradient(
             LENGTH=length,
             PUBLISH=publish,
             FINISH=finish,
-            STAGES=STAGES,
+            STAGES=stages,
             VECTOR=min(block, 16 // logits.element_size()),
             BLOCK=block,
             num_warps=WARPS,
