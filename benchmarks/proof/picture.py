@@ -29,17 +29,17 @@ def draw(document: dict, path: Path) -> None:
     """The histogram, and the curves of at most two seeds."""
     seeds = sorted({run["seed"] for run in document["runs"]})
     shown = seeds[:2]
-    figure = Figure(figsize=(5.2 * (1 + len(shown)), 5.2), layout="constrained")
-    left, *others = figure.subplots(1, 1 + len(shown))
-    histogram(left, document)
+    figure = Figure(figsize=(8.5, 5 * (1 + len(shown))), layout="constrained")
+    top, *others = figure.subplots(1 + len(shown), 1)
+    histogram(top, document)
     for axis, seed in zip(others, shown, strict=True):
         parting(axis, document, seed, next((other for other in seeds if other != seed), None))
     names: dict = {}
     for axis in figure.axes:
         names |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    place = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 11}
+    place = {"loc": "outside lower center", "ncols": 2, "frameon": False, "fontsize": 14}
     figure.legend(list(names.values()), list(names), **place)
-    figure.suptitle(f"Cross-entropy in bf16 on trained models, {document['device']}", fontsize=14)
+    figure.suptitle(f"Cross-entropy in bf16 on trained models, {document['device']}", fontsize=17)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -88,7 +88,7 @@ def parting(axis: Axes, document: dict, seed: int, other_seed: int | None) -> No
     axis.set_yscale("log")
     axis.set_ylim(LEAST, 1)
     title = f"Distance of training losses to eager's, seed {seed}\nmean of {WINDOW} steps, from scratch"
-    dress(axis, title, "step", "|loss - loss of eager|, nats (log scale)")
+    dress(axis, title, "step", "|loss - loss of eager|, nats")
 
 
 def distance(a: list[float], b: list[float]) -> list[float]:
@@ -98,9 +98,10 @@ def distance(a: list[float], b: list[float]) -> list[float]:
 
 
 def dress(axis: Axes, title: str, x: str, y: str) -> None:
-    axis.set_title(title, fontsize=12)
-    axis.set_xlabel(x, fontsize=11)
-    axis.set_ylabel(y, fontsize=11)
+    axis.set_title(title, fontsize=15)
+    axis.set_xlabel(x, fontsize=14)
+    axis.set_ylabel(y, fontsize=14)
+    axis.tick_params(labelsize=13)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

@@ -264,6 +264,8 @@ class Plan:
         # Statistics over kept ids are compared with those of a server, which must use logits of the same
         # dtype.
         logits = f", logits in {self.logits}" if self.replay is not None else ""
+        if not self.chunks:
+            return f"{head}{replayed}{gathered}{self.strategy}: no projected token{logits}"
         return (
             f"{head}{replayed}{gathered}{self.strategy}{parts}: "
             f"{_counted(self.rows, 'projected token')} in {chunks}, "

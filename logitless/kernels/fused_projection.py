@@ -18,7 +18,7 @@ chunk to memory in fp32. Each GPU generation needs separate kernels, and most ha
 import torch
 from torch import Tensor
 
-from logitless.kernels import fused_products, uses_triton
+from logitless.kernels import fused_products, plans_elsewhere, uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.transform import LogitTransform
 
@@ -41,7 +41,7 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
         and uses_triton(head.device, dtype)
         and head.shape[-1] * dtype.itemsize % 16 == 0
         and head.is_contiguous()
-        and head.data_ptr() % 16 == 0
+        and (plans_elsewhere() or head.data_ptr() % 16 == 0)
         for head in heads
         if head is not None
     )
