@@ -33,8 +33,9 @@ class MedusaHeads(BlockHeads):
     """K heads that predict tokens after the next token. Each has `num_layers` residual blocks and a
     projection.
 
-    The state dict has the layout of the reference implementation:
-    `medusa_head.{k}.{layer}.linear.{weight,bias}` and `medusa_head.{k}.{num_layers}.weight`.
+    The state dict has the keys of the reference implementation's model:
+    `medusa_head.{k}.{layer}.linear.{weight,bias}` and `medusa_head.{k}.{num_layers}.weight`. Its file
+    `medusa_lm_head.pt` has them without the prefix, as `heads.medusa_head.state_dict()` does.
 
     Args:
         hidden_size: H of the backbone.

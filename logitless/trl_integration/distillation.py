@@ -1,5 +1,6 @@
-"""TRL's distillation trainers that project hidden states themselves: DistillationTrainer, which takes eight
-products (four here), and AsyncDistillation, whose teacher is a server that returns its top-k tokens.
+"""TRL's distillation trainers that project hidden states themselves: DistillationTrainer, which takes six
+products, or eight with a beta between 0 and 1 (four here), and AsyncDistillation, whose teacher is a server
+that returns its top-k tokens.
 
 TRL's AsyncDistillation projects 256 rows at a time in fp32, each twice. `DistillationLoss` projects each row
 once, within the budget.
