@@ -86,7 +86,8 @@ def label(name: str, sections: list[dict]) -> str:
     notes = [f"out of memory at {short(ends[0])}"] if ends else []
     notes += [f"failed at {short(N)}" for N, row in rows if row["verdict"] == "failed"]
     notes += [f"{above:.0f}x at {short(where)}, off the axis"] if above > MOST else []
-    return f"{name} ({'; '.join(notes)})" if notes else name
+    short_name = name.partition(",")[0]
+    return f"{short_name} ({'; '.join(notes)})" if notes else short_name
 
 
 def found(sections: list[dict], name: str) -> list[tuple[int, dict]]:
