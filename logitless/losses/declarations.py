@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
+from logitless.engine.readers.logits import LogitsReader
+from logitless.engine.readers.tokens import TokenReader
 from logitless.errors import check_number, meant, type_error, value_error
 from logitless.losses.arguments import SYNONYMS, synonym
 
@@ -55,7 +57,8 @@ def _names_of_batches() -> frozenset[str]:
 
 
 def check_class(cls: type, base: type) -> None:
-    """Raise TypeError unless a loss class defines `terms`, and is a dataclass if it has fields.
+    """Raise TypeError unless a loss class defines `terms`, is a dataclass if it has fields, and may have the
+    teacher or the reference that it declares.
 
     Each class is checked once.
     """
@@ -75,6 +78,22 @@ def check_class(cls: type, base: type) -> None:
             f"a method of {cls.__name__}",
             "none",
             "define terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss",
+        )
+    if cls.teacher and cls.reader is TokenReader:
+        raise type_error(
+            "teacher",
+            "False for a loss of statistics per token",
+            True,
+            "derive from LogitsLoss, whose terms get batch.teacher_logits",
+        )
+    if cls.reference and cls.reader is LogitsReader:
+        raise type_error("reference", "False for a LogitsLoss", True, "derive from TokenLoss")
+    if cls.reference and not hasattr(cls, "ref_transform"):
+        raise type_error(
+            "reference",
+            f"a property ref_transform of {cls.__name__}",
+            "none",
+            "define it, such as `return self.logit_transform` for a head with the same softcap and scale",
         )
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:

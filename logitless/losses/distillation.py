@@ -70,7 +70,8 @@ class DistillationLoss(LogitsLoss):
         k: number of ids that the teacher, the student or each of them contributes to the support; None with
             `teacher_logprobs_topk`.
         shared_vocabulary: number of leading ids (0, 1, ...) that are the same tokens in both vocabularies.
-            Default: the smaller vocabulary size, with a warning if the sizes differ.
+            Without `support`, the teacher is normalized over these ids. Default: the smaller vocabulary size,
+            with a warning if the sizes differ.
         temperature: divisor of the logits of student and teacher; the loss is not multiplied by
             temperature^2.
         teacher_softcap: `softcap` of the teacher's head.
@@ -274,20 +275,24 @@ class DistillationLoss(LogitsLoss):
             call.targets = supervised_where(call.mask, shape, call.loss.ignore_index, call.hidden.device)
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
-        """Return the teacher's tensors with the head cut to the ids that both vocabularies share."""
+        """Return the teacher's tensors; without a support, with the head cut to the ids that both
+        vocabularies share. A support contains only such ids, and each model is normalized over its own ids.
+        """
         rows = teacher["teacher_weight"].shape[0]
         shared = self.shared_vocabulary
         if shared is None:
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
                 warn_of_sizes(V, rows)
             return teacher
-        if self.tp_group is not None or shared > min(V, rows):
+        if self.tp_group is not None:
             raise value_error(
-                "shared_vocabulary",
-                f"at most {min(V, rows)}, without tp_group",
-                shared,
-                "pass the number of leading ids that both vocabularies share",
+                "shared_vocabulary", "None with tp_group", shared, "cut the heads before the call"
             )
+        if shared > min(V, rows):
+            remedy = "pass the number of leading ids that both vocabularies share"
+            raise value_error("shared_vocabulary", f"at most {min(V, rows)}", shared, remedy)
+        if self.support is not None:
+            return teacher
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 

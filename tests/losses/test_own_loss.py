@@ -292,3 +292,39 @@ def test_what_nobody_differentiates_is_freed():
     Watched()(hidden, weight, torch.arange(6)).loss.backward()
     gc.collect()
     assert ALIVE and all(alive() is None for alive in ALIVE)
+
+
+def test_a_model_that_the_terms_cannot_read_is_refused():
+    class TaughtByStatistics(TokenLoss):
+        teacher: ClassVar = True
+
+        def terms(self, stats, batch):
+            return {"loss": Term(-stats.logps)}, {}
+
+    class WithoutTransform(TokenLoss):
+        reference: ClassVar = True
+
+        def terms(self, stats, batch):
+            return {"loss": Term(batch.ref_logps - stats.logps)}, {}
+
+    class OfLogits(LogitsLoss):
+        reference: ClassVar = True
+
+        def terms(self, logits, batch):
+            return {"loss": Term(-logits[:, 0])}, {}
+
+    class WithTransform(WithoutTransform):
+        @property
+        def ref_transform(self):
+            return self.logit_transform
+
+    for kind, message in (
+        (TaughtByStatistics, "teacher: expected False for a loss of statistics per token"),
+        (WithoutTransform, "reference: expected a property ref_transform of WithoutTransform"),
+        (OfLogits, "reference: expected False for a LogitsLoss"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            kind()
+    hidden, weight, targets = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4), torch.arange(5)
+    out = WithTransform()(hidden, weight, targets, ref_hidden=hidden.detach(), ref_weight=weight)
+    assert out.loss.abs() < 1e-6

@@ -385,12 +385,34 @@ def test_vocabularies_of_different_size_are_told_once(options):
 def test_shared_vocabulary_cuts_the_teacher():
     generator = torch.Generator(DEVICE).manual_seed(5)
     h, w, t, tw = (torch.randn(x, generator=generator) for x in ((9, 4), (11, 4), (9, 3), (13, 3)))
-    for options in ({}, {"support": "union", "k": 3}):
-        cut = DistillationLoss(**options, shared_vocabulary=8)(h, w, teacher_hidden=t, teacher_weight=tw)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            by_hand = DistillationLoss(**options)(h, w, teacher_hidden=t, teacher_weight=tw[:8])
-        torch.testing.assert_close(cut.loss, by_hand.loss)
+    cut = DistillationLoss(shared_vocabulary=8)(h, w, teacher_hidden=t, teacher_weight=tw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_hand = DistillationLoss()(h, w, teacher_hidden=t, teacher_weight=tw[:8])
+    torch.testing.assert_close(cut.loss, by_hand.loss)
+
+
+@pytest.mark.parametrize("shared", [None, 11, 8])
+@pytest.mark.parametrize("topk_mode", ["tail", "renormalize", "partial"])
+@pytest.mark.parametrize("support", ["teacher", "student"])
+def test_a_support_has_shared_ids_alone(support, topk_mode, shared):
+    """Each model is normalized over its own vocabulary: what is not in the support is in its tail."""
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    h, w, t, tw = (torch.randn(x, generator=generator) for x in ((9, 4), (11, 4), (9, 3), (13, 3)))
+    options = {"divergence": "forward_kl", "support": support, "k": 3, "topk_mode": topk_mode}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = DistillationLoss(**options, shared_vocabulary=shared)
+        actual = loss(h, w, teacher_hidden=t, teacher_weight=tw).loss
+    student, teacher = (x.double().log_softmax(-1) for x in (h @ w.t(), t @ tw.t()))
+    common = 11 if shared is None else shared
+    chosen = (teacher if support == "teacher" else student)[:, :common].topk(3).indices
+    q, p = student.gather(1, chosen), teacher.gather(1, chosen)
+    if topk_mode == "renormalize":
+        q, p = q.log_softmax(-1), p.log_softmax(-1)
+    if topk_mode == "tail":
+        q, p = (torch.cat((x, torch.log1p(-x.exp().sum(1, keepdim=True))), 1) for x in (q, p))
+    torch.testing.assert_close(actual.double(), (p.exp() * (p - q)).sum(1).mean(), rtol=1e-4, atol=1e-5)
 
 
 # Two ranks with a shard each, one smaller than k.

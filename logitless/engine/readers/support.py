@@ -146,7 +146,8 @@ class SupportReader(IdsReader):
         for name, z, side in (("student", logits, slot_reader), ("teacher", taught, teacher)):
             if not side.vocabulary.sharded:
                 # The support contains only ids that both vocabularies have.
-                common = min(logits.shape[1], taught.shape[1])
+                shared = loss.shared_vocabulary or logits.shape[1]
+                common = min(shared, logits.shape[1], taught.shape[1])
                 z = z[:, :common]
                 side = side._replace(bias=None if side.bias is None else side.bias[:common])
             wanted = loss.support in (name, "union")
