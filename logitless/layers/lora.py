@@ -5,10 +5,10 @@
 
 PEFT's layer casts x to the adapter's fp32 and, under autocast, back; multiplies by s and adds in kernels of
 their own, forward and backward; and keeps a copy of x for each projection. Here the products accumulate the
-sums, the long one last: it reads y while it computes, and rounds the whole sum once. s is applied to h and
-d_h, which have r numbers a token, and x, h, A and B are saved in the products' dtype. W in a wider dtype or
-in 4 bits is converted in the forward pass and again in the backward pass.
-Results differ from PEFT's by rounding. Dropout masks are drawn in PEFT's order.
+sums, the long one last: it reads y while it computes, and adds in fp32. s is applied to h and d_h, which have
+r numbers a token, and x, h, A and B are saved in the products' dtype. W in a wider dtype or in 4 bits is
+converted in the forward pass and again in the backward pass. Results differ from PEFT's by rounding. Dropout
+masks are drawn in PEFT's order.
 """
 
 import functools

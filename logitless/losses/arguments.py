@@ -63,7 +63,7 @@ class CallArguments:
             shift=self.shift,
             # An unreduced loss is evaluated on all tokens, the ignored ones too.
             fills=not self.loss.compact or self.loss.reduction == "none",
-            # With a main gradient, the backward pass reads the inputs, which may have changed by then.
+            # With a main gradient, the backward pass reads the rollouts, which may have changed by then.
             copies=self.accumulate_into is not None,
             slices=self.loss.sequences,
             aligned_mask=self.aligned_mask,

@@ -88,7 +88,9 @@ def check_class(cls: type, base: type) -> None:
         )
     if cls.reference and cls.reader is LogitsReader:
         raise type_error("reference", "False for a LogitsLoss", True, "derive from TokenLoss")
-    if cls.reference and not hasattr(cls, "ref_transform"):
+    if cls.reference and not (
+        hasattr(cls, "ref_transform") or "ref_transform" in getattr(cls, "__dataclass_fields__", ())
+    ):
         raise type_error(
             "reference",
             f"a property ref_transform of {cls.__name__}",

@@ -280,6 +280,10 @@ class DistillationLoss(LogitsLoss):
         """
         rows = teacher["teacher_weight"].shape[0]
         shared = self.shared_vocabulary
+        common = min(V, rows, V if shared is None else shared)
+        if self.support is not None and self.tp_group is None and self.k > common:
+            expected = f"at most the {common} ids that both vocabularies share"
+            raise value_error("k", expected, self.k, "lower it")
         if shared is None:
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
                 warn_of_sizes(V, rows)

@@ -109,6 +109,14 @@ def test_shifted_and_masked():
         torch.testing.assert_close(x, y)
 
 
+def test_an_infinite_upstream_gradient_is_multiplied():
+    """A statistic that has no gradient adds no NaN."""
+    logits = torch.tensor([[0.5, -1.0, 2.0]], device=DEVICE, requires_grad=True)
+    loss = cross_entropy(logits, torch.tensor([1], device=DEVICE))
+    (gradient,) = torch.autograd.grad(loss, logits, torch.full_like(loss, torch.inf))
+    assert gradient.tolist() == [[torch.inf, -torch.inf, torch.inf]]
+
+
 @pytest.mark.parametrize("upstream", [1.0, torch.inf, torch.nan])
 def test_ignored_rows_get_nothing(upstream):
     """Whatever their logits and the upstream gradient are; and a call without a supervised row is 0."""

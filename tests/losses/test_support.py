@@ -299,6 +299,7 @@ BAD = {
     "cosine": (lambda: few(divergence="cosine"), "ValueError: divergence: expected one of"),
     "no k": (lambda: few(k=None), "ValueError: k: expected a number of token ids"),
     "k above V": (lambda: few(k=8), "ValueError: k: expected at most the 7 ids"),
+    "k above shared": (lambda: few(k=5, shared_vocabulary=4), "ValueError: k: expected at most the 4 ids"),
     "shared": (lambda: few(shared_vocabulary=8), "ValueError: shared_vocabulary: expected at most 7"),
     "k beside given": (lambda: topk(k=3), "ValueError: k: expected None with teacher_logprobs_topk"),
     "student's ids": (

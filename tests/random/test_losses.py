@@ -287,7 +287,9 @@ def check(case: Call) -> None:
     # Rounding decides which of two equal rewards is larger.
     tied = margins in truth and bool(truth[margins].abs() <= allowed[margins])
     for name, x in truth.items():
-        if name != "d_products" and not (tied and name == "metric rewards/accuracies"):
+        if tied and name == "metric rewards/accuracies":
+            assert 0 <= actual[name] <= 1
+        elif name != "d_products":
             close(name, actual[name], x, allowed[name])
     compare = compare_gradients if math.isfinite(case.upstream) else compare_where_not_finite
     compare(w, truth["d_products"], allowed["d_products"], actual)

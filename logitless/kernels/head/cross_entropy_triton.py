@@ -347,8 +347,9 @@ def logits_gradient_kernel(
     g_logp = tl.load(g_logp_ptr + row)
     g_lse = tl.load(g_lse_ptr + row)
     if UPSTREAM:
-        g_logp *= upstream
-        g_lse *= upstream
+        # A statistic without a gradient has zeros, and 0 times inf is NaN.
+        g_logp = tl.where(g_logp == 0.0, 0.0, g_logp * upstream)
+        g_lse = tl.where(g_lse == 0.0, 0.0, g_lse * upstream)
     logp = tl.load(logps_ptr + row)
     p_y = tl.exp(logp)
     # p = exp(z - lse) exp(-residual). If the residual were subtracted from z - lse, most of it would be lost
@@ -360,8 +361,8 @@ def logits_gradient_kernel(
         g_entropy = tl.load(g_entropy_ptr + row)
         g_sum = tl.load(g_sum_ptr + row)
         if UPSTREAM:
-            g_entropy *= upstream
-            g_sum *= upstream
+            g_entropy = tl.where(g_entropy == 0.0, 0.0, g_entropy * upstream)
+            g_sum = tl.where(g_sum == 0.0, 0.0, g_sum * upstream)
         g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
     # An ignored row is set to 0, even if its logits are not finite. In Triton 3.9's interpreter, the mask
     # `(cols < V) & (y != ignore_index)` would be an integer, because a scalar condition is.
