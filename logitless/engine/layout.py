@@ -116,9 +116,7 @@ class SequenceLayout:
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
         """Return x in targets' shape, contiguous and aligned with hidden.
 
-        With `fills`, the result is a copy whose unsupervised tokens have `fill`. Without it, no pass reads
-        those tokens, and the result is a copy with `copies`, under torch.compile and for tensors that were
-        made in inference mode, which autograd does not save.
+        With `fills`, unsupervised tokens have `fill`. Without it, no pass reads those tokens.
         """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
@@ -135,7 +133,13 @@ class SequenceLayout:
         x = x.detach() if x.requires_grad else x
         if self._fills:
             return torch.where(self._counted, x.to(self.dtype), fill)
-        if self._copies or torch.compiler.is_compiling() or x.is_inference():
+        return self.owned(x)
+
+    def owned(self, x: Tensor) -> Tensor:
+        """Return x in `dtype`, contiguous. It is a copy where the caller may change x before it is read, in a
+        backward pass or a graph, and where x was made in inference mode, as autograd does not save such x.
+        """
+        if self._fills or self._copies or torch.compiler.is_compiling() or x.is_inference():
             return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         return x.to(self.dtype).contiguous()
 

@@ -210,7 +210,7 @@ class MedusaLoss(MultiHeadLoss):
         needed = self.base_coefficient != 0 or heads.shared
         has_base = base_weight is not None
         if not has_base and needed:
-            remedy = "the heads share it" if heads.shared else "or set base_coefficient=0.0"
+            remedy = "pass it, because the heads share it" if heads.shared else "or set base_coefficient=0.0"
             raise value_error("base_weight", "the base head (V, H)", None, remedy)
         if has_base:
             if base_weight.shape[0] != heads.vocab_size:

@@ -109,7 +109,7 @@ class RLOOLoss(ClippedLoss):
                 tuple(advantages.shape),
                 "pass one advantage per sequence",
             )
-        inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype, copy=True)}
+        inputs = {"sequence_advantages": layout.owned(advantages.detach().reshape(-1))}
         self.check_sampling(sampling_logps)
         if sampling_logps is not None:
             inputs["sampling_logps"] = layout.per_token("sampling_logps", sampling_logps)
@@ -119,7 +119,7 @@ class RLOOLoss(ClippedLoss):
             if any(correction.measure != "ratio" for correction in self.corrections):
                 expected = "log-probabilities per token, for a correction that measures 'k2' or 'k3'"
                 raise value_error("old_logps", expected, "sums per sequence", "pass them per token")
-            return inputs | {"old_sums": old_logps.detach().reshape(-1).to(layout.dtype, copy=True)}
+            return inputs | {"old_sums": layout.owned(old_logps.detach().reshape(-1))}
         old_logps = per_token_shape(old_logps, layout.targets)
         return inputs | {"old_logps": layout.per_token("old_logps", old_logps)}
 
