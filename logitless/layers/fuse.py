@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from logitless.errors import type_error, value_error
-from logitless.exchange import exchange, state_of
+from logitless.exchange import exchange, state_of, withdraw
 from logitless.layers import fused_forwards, lora
 from logitless.layers.bodies import (
     Rotation,
@@ -179,8 +179,19 @@ def fuse_layers(model: nn.Module) -> FusionHandle:
     return FusionHandle(report, tuple(undo_functions))
 
 
+# All keys under which `fuse_layers` exchanges forward passes.
+_KEYS = (KEY, GATE_KEY, lora.KEY)
+
+
 def _is_fused(module: nn.Module) -> bool:
-    return any(state_of(module, key) is not None for key in (KEY, GATE_KEY, lora.KEY))
+    return any(state_of(module, key) is not None for key in _KEYS)
+
+
+def withdraw_fusions(model: nn.Module) -> None:
+    """Undo every fusion in the model, of any call of `fuse_layers`."""
+    for module in model.modules():
+        for key in _KEYS:
+            withdraw(module, key)
 
 
 def _try_fuse(

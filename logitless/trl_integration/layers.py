@@ -10,9 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from logitless.errors import value_error
-from logitless.exchange import withdraw
-from logitless.layers.fuse import FusionReport
-from logitless.layers.fused_forwards import KEY
+from logitless.layers.fuse import FusionReport, withdraw_fusions
 from logitless.models import fuse_layers
 
 from .activations import apply_budget
@@ -105,8 +103,7 @@ def _fuse(trainer: Any) -> Callable[[], None]:
         if isinstance(model, nn.Module):
             models.setdefault(model, name)  # a student may be its own teacher
     for model in models:
-        for module in model.modules():
-            withdraw(module, KEY)  # it may come from another trainer, or be the copy of a fused one
+        withdraw_fusions(model)  # it may come from another trainer, or be the copy of a fused one
     reports = {}
     with ExitStack() as stack:
         for model, name in models.items():

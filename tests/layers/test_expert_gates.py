@@ -19,6 +19,7 @@ from logitless.exchange import state_of
 from logitless.layers import expert_gates
 from logitless.layers.clamped_gate import ClampedGate
 from logitless.layers.expert_gates import NO_GATE, ExpertGate, calls_gate, expert_gate_of
+from logitless.layers.fuse import withdraw_fusions
 from logitless.layers.fused_forwards import GATE_KEY
 from logitless.layers.source import UnrecognizedSource
 from logitless.models import fuse_layers
@@ -90,6 +91,15 @@ def test_families(family):
     assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
     actual = step(model)
     assert all(torch.equal(actual.gradients[name], x) for name, x in expected.gradients.items())
+
+
+@families
+def test_fusions_of_another_call_are_withdrawn(family):
+    model, stock = tiny(family), tiny(family)
+    for _ in range(2):
+        withdraw_fusions(model)
+        assert [type(x) for x in model.modules()] == [type(x) for x in stock.modules()]
+        fuse_layers(model)
 
 
 @families

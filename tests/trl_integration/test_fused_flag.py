@@ -195,6 +195,22 @@ def test_apply_to_and_undo(tmp_path, calls, lines):
     assert calls.number == 0 and lines() == []
 
 
+def test_a_second_trainer_of_a_model_with_adapters(tmp_path):
+    model = adapted(tiny_model(), task_type="CAUSAL_LM")
+    names = our_pair("SFT")
+    first, second = (
+        sft_trainer(tmp_path / name, names["trainer"], names["config"], model=model, use_fused_layers=True)
+        for name in ("first", "second")
+    )
+    for trainer in (first, second):  # the fusion is that of the second
+        parts = trainer.fused_layers.reports["model"].fused.values()
+        assert sum("LoRA" in each for each in parts) == 4
+    second.train()
+    assert not second.fused_layers.reports["model"].stock_calls
+    second.fused_layers.undo()
+    assert not any("_logitless_states" in vars(module) for module in model.modules())
+
+
 def test_any_trainer_takes_layers(tmp_path):
     """One whose loss the other flag does not know, and a model that has been through a trainer before."""
     args = transformers.TrainingArguments(**options(tmp_path, label_smoothing_factor=0.1))
