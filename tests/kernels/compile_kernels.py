@@ -34,8 +34,8 @@ INTEGERS = set(
 )
 INT64 = set(
     "columns_ptr targets_ptr labels_ptr teacher_rows_ptr ids_ptr order_ptr starts_ptr found_ptr counts_ptr"
-    " masked_ptr bounds_ptr own_ptr keys_ptr ordinals_ptr lengths_ptr offsets_ptr numbers_ptr begins_ptr"
-    " owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
+    " masked_ptr words_ptr bounds_ptr own_ptr keys_ptr ordinals_ptr lengths_ptr offsets_ptr numbers_ptr"
+    " begins_ptr owns_ptr kinds_ptr tallies_ptr places_ptr ends_ptr".split()
 )
 INT32 = {"arrivals_ptr", "slot_ids_ptr", "scratch_ptr", "rows_ptr", "tokens_ptr"}
 INT8 = {"first_ptr", "missing_ptr", "wrong_ptr", "marks_ptr", "others_ptr"}
@@ -106,16 +106,13 @@ def gradient_combinations() -> Iterator[Combination]:
 
 
 def split_combinations() -> Iterator[Combination]:
-    block, length = split_rows_triton.BLOCK, split_rows_triton.BLOCKS * split_rows_triton.BLOCK
     for dtype, (total, weights), softcap, parts in itertools.product(
-        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 15)
+        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 19)
     ):
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
-        flags |= {"PADDED": 1 << (parts - 1).bit_length(), "LENGTH": length, "PUBLISH": True, "FINISH": True}
-        flags |= {"VECTOR": 4 if dtype == "fp32" else 8, "BLOCK": block}
-        for stages in (1,) if weights else (1, split_rows_triton.STAGES):
-            flags["STAGES"] = stages
-            yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
+        flags |= {"PADDED": 1 << (parts - 1).bit_length(), "PUBLISH": True, "FINISH": True}
+        flags["LENGTH"] = split_rows_triton.LENGTH
+        yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 
 # MODE with OVERLAP, ROWS and MASS, of DistillationLoss, where total variation alone is a function of the
@@ -366,9 +363,12 @@ def source(number: int, c: Combination) -> Source:
             attributes[(i,)] = [["tt.divisibility", 16]]
     warps = select_triton.SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
     warps = 1 if c.kernel in ONE_WARP else warps
-    if dict(c.constants).get("K") == slots.MOST_SLOTS:
+    constants = dict(c.constants)
+    if c.kernel == "split_rows_kernel":
+        warps = split_rows_triton.warps_of(has_softcap=constants["HAS_SOFTCAP"], has_sum=constants["SUM"])
+    if constants.get("K") == slots.MOST_SLOTS:
         warps = slots_triton.sizes(slots.MOST_SLOTS)["num_warps"]
-    return Source(kernel, types, dict(c.constants), attributes, warps)
+    return Source(kernel, types, constants, attributes, warps)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """Triton kernel that reads logits (C, V) from memory once, and writes the statistics and the gradient of a
 loss.
 
-Each row is split into parts, one program each. A program reads its part for the maximum and the sum of
-exponentials, publishes them, waits until all parts of the row are published, and reads its part again, from
-the L2 cache, to write the gradient. The parts of all programs that run at a time fit into the cache.
+Each row is split into parts, one program each. A program reads its part, keeps exp(z - shift) in registers,
+publishes the shift (the part's maximum) and the sum of the exponentials, waits until all parts of the row are
+published, and writes the gradient. With a softcap it reads its part again, for the slope.
 
 The programs of a row wait for each other, and do not deadlock in any order in which the GPU starts them. Each
 program takes the next number when it starts, and the numbers are those of rows and parts in order. As long as
 the programs of the first unfinished row have not all started, fewer programs than parts are running, because
 the programs of earlier rows are finished. A GPU with as many multiprocessors as a row has parts then has room
 for the next program. `runs_on` requires twice as many, for another such launch on another stream.
+
+Published numbers are words of 64 bits that are 0 until they are published. A program can therefore read them
+without a memory fence, which would cost it 5% of its time: it reads a word that is still 0 again. The counter
+of a row's published parts, which has no order with them, says when most of them are there.
 """
 
 import torch
@@ -17,97 +21,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.head.cross_entropy_triton import (
-    DRIFT,
-    head_logits,
-    statistics_of_row,
-    vocabulary_arguments,
-)
+from logitless.kernels.head.cross_entropy_triton import head_logits, statistics_of_row, vocabulary_arguments
 from logitless.kernels.head.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Columns that are read at a time; such blocks of a part; blocks that are read ahead; warps of a program.
-BLOCK, BLOCKS, STAGES, WARPS = 2048, 5, 4, 4
+LENGTH = 8192  # columns of a part
+
+
+def warps_of(*, has_softcap: bool, has_sum: bool) -> int:
+    """Warps of a program. A thread of 4 has 64 logits, and 96 registers if it need not keep more of each."""
+    return 8 if has_softcap or has_sum else 4
 
 
 @triton.jit
-def add_block(
-    x,
-    start,
-    end,
-    y,
-    shift,
-    rest,
-    largest,
-    weighted,
-    logits_ptr,
-    class_weights_ptr,
-    gain,
-    squash,
-    cap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    SUM: tl.constexpr,
-    MASKED: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add a block to the sums per lane: exp(z - shift) without the target, the maximum, weighted logits."""
-    cols = start + tl.arange(0, BLOCK)
-    z, slope = head_logits(x, logits_ptr, cols, cols < end, gain, squash, cap, False, HAS_SOFTCAP)
-    if MASKED:
-        z = tl.where(cols < end, z, -float("inf"))
-    # Sums of the columns that a thread reads at a time, so that a sum takes few registers.
-    largest = tl.maximum(largest, tl.max(tl.reshape(z, [BLOCK // VECTOR, VECTOR]), 1))
-    # Without the target, so that 1 - p of a confident token does not cancel.
-    e = exp(z - shift)
-    if (y >= start) & (y < start + BLOCK):
-        e = tl.where(cols == y, 0.0, e)
-    rest += tl.sum(tl.reshape(e, [BLOCK // VECTOR, VECTOR]), 1)
-    if SUM:
-        if HAS_WEIGHTS:
-            z *= tl.load(class_weights_ptr + cols, mask=cols < end, other=0.0)
-        if MASKED:
-            z = tl.where(cols < end, z, 0.0)
-        weighted += tl.sum(tl.reshape(z, [BLOCK // VECTOR, VECTOR]), 1)
-    return rest, largest, weighted
+def publish(word_ptr, high, low):
+    """Publish two fp32 numbers in one word. `low` is at least 0: its sign bit, set, makes the word not 0."""
+    low = (low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | 0x80000000
+    word = (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+    # A plain store may be moved behind the loop that waits for it.
+    tl.atomic_xchg(word_ptr, word, sem="relaxed")
 
 
 @triton.jit
-def write_block(
-    x,
-    start,
-    end,
-    top,
-    scale,
-    g_sum,
-    grad_ptr,
-    logits_ptr,
-    class_weights_ptr,
-    gain,
-    squash,
-    cap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    SUM: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the gradient of a block, except at the target."""
-    cols = start + tl.arange(0, BLOCK)
-    z, slope = head_logits(x, logits_ptr, cols, cols < end, gain, squash, cap, False, HAS_SOFTCAP)
-    g = exp(z - top) * (scale * slope)
-    if SUM:
-        if HAS_WEIGHTS:
-            g += (g_sum * slope) * tl.load(class_weights_ptr + cols, mask=cols < end, other=0.0)
-        else:
-            g += g_sum * slope
-    g = g.to(grad_ptr.dtype.element_ty)
-    if MASKED:
-        tl.store(grad_ptr + cols, g, mask=cols < end, eviction_policy="evict_first")
-    else:
-        tl.store(grad_ptr + cols, g, eviction_policy="evict_first")
+def published(words_ptr, k, count):
+    """Wait until `count` words are published. Returns (high, low) of the words k < count, 0 for others."""
+    inside = k < count
+    words = tl.load(words_ptr + k, mask=inside, other=1, volatile=True)
+    while tl.max((words == 0).to(tl.int32), 0) > 0:
+        words = tl.load(words_ptr + k, mask=inside, other=1, volatile=True)
+    high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    low = (words & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(inside, high, 0.0), tl.where(inside, low, 0.0)
 
 
 @cached_launch
@@ -124,8 +69,8 @@ def split_rows_kernel(
     g_logp_ptr,
     g_lse_ptr,
     g_sum_ptr,
-    partials_ptr,
     arrivals_ptr,
+    words_ptr,
     logits_stride,
     grad_stride,
     V,
@@ -138,16 +83,13 @@ def split_rows_kernel(
     SUM: tl.constexpr,
     PARTS: tl.constexpr,
     PADDED: tl.constexpr,
-    LENGTH: tl.constexpr,
     PUBLISH: tl.constexpr,
     FINISH: tl.constexpr,
-    STAGES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
     """`arrivals`: zeros, the number of programs that have started, and of the published parts of each row.
-    `partials`: (rows, 3, PARTS): the shift of the exponentials, at most DRIFT below the largest logit; their
-    sum, without the target; the weighted sum of logits.
+    `words`: zeros, (rows, PARTS), the shift of the exponentials and their sum without the target; with SUM,
+    (rows, 2, PARTS), also the weighted sum of logits.
 
     One of PUBLISH and FINISH is False in Triton's interpreter, which runs a program after another: it takes
     two launches.
@@ -157,19 +99,17 @@ def split_rows_kernel(
     part = ticket % PARTS
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
-    partials_ptr += row * 3 * PARTS
+    words_ptr += row * (2 * PARTS if SUM else PARTS)
     begin = part * LENGTH
-    end = tl.minimum(begin + LENGTH, V)
-    full = begin + (end - begin) // BLOCK * BLOCK
-    lane = tl.arange(0, BLOCK)
+    cols = begin + tl.arange(0, LENGTH)
+    inside = cols < V
     # Issued before the target arrives, although the logits of an ignored row are not needed.
-    first = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
+    fill = tl.where(gain < 0, float("inf"), -float("inf"))  # its logit is -inf, except with a softcap
+    x = tl.load(logits_ptr + cols, mask=inside, other=fill, eviction_policy="evict_first")
     y = tl.load(targets_ptr + row)
     if y == ignore_index:
         if FINISH:
-            for start in range(begin, end, BLOCK):
-                cols = start + lane
-                tl.store(grad_ptr + cols, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < end)
+            tl.store(grad_ptr + cols, tl.zeros([LENGTH], grad_ptr.dtype.element_ty), mask=inside)
             if part == 0:
                 tl.store(logps_ptr + row, 0.0)
                 tl.store(lse_ptr + row, 0.0)
@@ -179,103 +119,42 @@ def split_rows_kernel(
         return
 
     has_target = (y >= 0) & (y < V)
+    is_here = has_target & (y >= begin) & (y < begin + LENGTH)
     x_y = tl.load(logits_ptr + y, mask=has_target, other=0.0)
-    z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
-    z_y = tl.where(has_target, z_y, -float("inf"))
     g_logp = tl.load(g_logp_ptr + row)
     g_lse = tl.load(g_lse_ptr + row)
-    g_sum = tl.load(g_sum_ptr + row) if SUM else 0.0
+    z_y, slope_y = head_logits(x_y, logits_ptr, y, has_target, gain, squash, cap, False, HAS_SOFTCAP)
+    z_y = tl.where(has_target, z_y, -float("inf"))
+    z, slope = head_logits(x, logits_ptr, cols, inside, gain, squash, cap, False, HAS_SOFTCAP)
+    if HAS_SOFTCAP:
+        z = tl.where(inside, z, -float("inf"))
+    if SUM and PUBLISH:
+        terms = tl.where(inside, z, 0.0)
+        if HAS_WEIGHTS:
+            terms *= tl.load(class_weights_ptr + cols, mask=inside, other=0.0)
+        weighted = tl.sum(terms, 0)
+    shift = tl.maximum(tl.max(z, 0), -1e30)  # finite for a part of -inf
+    e = exp(z - shift)
     if PUBLISH:
-        z, slope = head_logits(first, logits_ptr, lane, lane < V, gain, squash, cap, False, HAS_SOFTCAP)
-        shift = tl.maximum(tl.max(tl.where(begin + lane < end, z, -float("inf")), 0), -1e30)
-        rest = tl.zeros([BLOCK // VECTOR], tl.float32)
-        weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
-        repeats = 1
-        # Once, unless a logit is above the largest one of the first block by more than DRIFT.
-        while repeats > 0:
-            rest = tl.zeros([BLOCK // VECTOR], tl.float32)
-            largest = tl.full([BLOCK // VECTOR], -1e30, tl.float32)
-            weighted = tl.zeros([BLOCK // VECTOR], tl.float32)
-            upcoming = first
-            for start in tl.range(begin, full, BLOCK, num_stages=STAGES):
-                if STAGES > 1:
-                    # Blocks are on their way to shared memory; in registers there is room for one alone.
-                    x = tl.load(logits_ptr + start + lane)
-                else:
-                    x = upcoming
-                    # Prefetch the next block, as in `row_kernel`; after the last one the same again, without
-                    # a mask, which would take as many instructions as the maximum.
-                    after = tl.multiple_of(tl.minimum(start + BLOCK, full - BLOCK), BLOCK)
-                    upcoming = tl.load(logits_ptr + after + lane)
-                rest, largest, weighted = add_block(
-                    x,
-                    start,
-                    end,
-                    y,
-                    shift,
-                    rest,
-                    largest,
-                    weighted,
-                    logits_ptr,
-                    class_weights_ptr,
-                    gain,
-                    squash,
-                    cap,
-                    HAS_SOFTCAP,
-                    HAS_WEIGHTS,
-                    SUM,
-                    False,
-                    VECTOR,
-                    BLOCK,
-                )
-            if full < end:
-                last = tl.load(logits_ptr + full + lane, mask=full + lane < end, other=0.0)
-                rest, largest, weighted = add_block(
-                    last,
-                    full,
-                    end,
-                    y,
-                    shift,
-                    rest,
-                    largest,
-                    weighted,
-                    logits_ptr,
-                    class_weights_ptr,
-                    gain,
-                    squash,
-                    cap,
-                    HAS_SOFTCAP,
-                    HAS_WEIGHTS,
-                    SUM,
-                    True,
-                    VECTOR,
-                    BLOCK,
-                )
-            most = tl.max(largest, 0)
-            repeats = 0
-            if most > shift + DRIFT:
-                shift = most
-                repeats = 1
-                first = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
-        tl.store(partials_ptr + part, shift)
-        tl.store(partials_ptr + PARTS + part, tl.sum(rest, 0))
+        # Without the target, so that 1 - p of a confident token does not cancel.
+        if is_here:
+            rest = tl.sum(tl.where(cols == y, 0.0, e), 0)
+        else:
+            rest = tl.sum(e, 0)
         if SUM:
-            tl.store(partials_ptr + 2 * PARTS + part, tl.sum(weighted, 0))
-    if PUBLISH and FINISH:
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="acq_rel") + 1
+            publish(words_ptr + PARTS + part, weighted, rest)
+        publish(words_ptr + part, shift, rest)
+        if FINISH:
+            # One thread polls the counter; all of them would slow the others down.
+            arrived = tl.atomic_add(arrivals_ptr + 1 + row, 1, sem="relaxed") + 1
+            while arrived < PARTS:
+                arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="relaxed")
     if FINISH:
-        upcoming = tl.load(logits_ptr + begin + lane, mask=begin + lane < end, other=0.0)
-    if PUBLISH and FINISH:
-        while arrived < PARTS:
-            arrived = tl.atomic_add(arrivals_ptr + 1 + row, 0, sem="acquire")
-    if FINISH:
-        # Loads that bypass the L1 cache, which is not coherent.
         k = tl.arange(0, PADDED)
-        shifts = tl.load(partials_ptr + k, mask=k < PARTS, other=-1e30, cache_modifier=".cg")
-        sums = tl.load(partials_ptr + PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
-        # The shift of a part may be below its largest logit, and that of a part of -inf is -1e30.
-        top = tl.maximum(tl.max(shifts, 0), z_y)
+        shifts, sums = published(words_ptr, k, PARTS)
+        shifts = tl.where(k < PARTS, shifts, -1e30)
+        # The largest logit of the row, unless all are -inf.
+        top = tl.max(shifts, 0)
         others = tl.sum(sums * tl.exp(shifts - top), 0)
         total, log_total, logp, lse, residual, entropy = statistics_of_row(others, 0.0, z_y - top, top)
         if part == 0:
@@ -283,62 +162,30 @@ def split_rows_kernel(
             tl.store(lse_ptr + row, lse)
             tl.store(lse_residual_ptr + row, residual)
             if SUM:
-                parts = tl.load(partials_ptr + 2 * PARTS + k, mask=k < PARTS, other=0.0, cache_modifier=".cg")
-                tl.store(sum_logits_ptr + row, tl.sum(parts, 0))
+                all_weighted, unused = published(words_ptr + PARTS, k, PARTS)
+                tl.store(sum_logits_ptr + row, tl.sum(all_weighted, 0))
         scale = (g_lse - g_logp) / total
-        for start in range(begin, full, BLOCK):
-            x = upcoming
-            after = start + BLOCK + lane
-            upcoming = tl.load(logits_ptr + after, mask=after < end, other=0.0, eviction_policy="evict_first")
-            write_block(
-                x,
-                start,
-                end,
-                top,
-                scale,
-                g_sum,
-                grad_ptr,
-                logits_ptr,
-                class_weights_ptr,
-                gain,
-                squash,
-                cap,
-                HAS_SOFTCAP,
-                HAS_WEIGHTS,
-                SUM,
-                False,
-                BLOCK,
-            )
-        if full < end:
-            last = tl.load(logits_ptr + full + lane, mask=full + lane < end, other=0.0)
-            write_block(
-                last,
-                full,
-                end,
-                top,
-                scale,
-                g_sum,
-                grad_ptr,
-                logits_ptr,
-                class_weights_ptr,
-                gain,
-                squash,
-                cap,
-                HAS_SOFTCAP,
-                HAS_WEIGHTS,
-                SUM,
-                True,
-                BLOCK,
-            )
-        if (y >= begin) & (y < end):
+        if HAS_SOFTCAP:
+            again = tl.load(logits_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_first")
+            z, slope = head_logits(again, logits_ptr, cols, inside, gain, squash, cap, False, HAS_SOFTCAP)
+        g = e * ((scale * tl.exp(shift - top)) * slope)
+        if SUM:
+            g_sum = tl.load(g_sum_ptr + row)
+            if HAS_WEIGHTS:
+                g += (g_sum * slope) * tl.load(class_weights_ptr + cols, mask=inside, other=0.0)
+            else:
+                g += g_sum * slope
+        element = grad_ptr.dtype.element_ty
+        tl.store(grad_ptr + cols, g.to(element), mask=inside, eviction_policy="evict_first")
+        if is_here:
             g_y = (g_lse * tl.exp(z_y - top) + g_logp * others) / total
             if SUM:
                 if HAS_WEIGHTS:
                     g_y += g_sum * tl.load(class_weights_ptr + y)
                 else:
                     g_y += g_sum
-            tl.debug_barrier()  # after the stores of the loop
-            tl.store(grad_ptr + y, (g_y * slope_y).to(grad_ptr.dtype.element_ty))
+            tl.debug_barrier()  # after the store of the part
+            tl.store(grad_ptr + y, (g_y * slope_y).to(element))
 
 
 def runs_on(device: torch.device, V: int) -> bool:
@@ -347,7 +194,7 @@ def runs_on(device: torch.device, V: int) -> bool:
         return True  # in Triton's interpreter
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    parts = triton.cdiv(V, BLOCKS * BLOCK)
+    parts = triton.cdiv(V, LENGTH)
     return 2 * parts <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -357,21 +204,18 @@ def statistics_and_gradient(
     check_rows(logits=logits, gradient=gradient)
     check_written(**dict(out.items()))
     N, V = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(V))
-    length = min(BLOCKS, triton.cdiv(V, block)) * block
+    length = min(LENGTH, triton.next_power_of_2(V))
     parts = triton.cdiv(V, length)
     has_sum = grads.sum_logits is not None
     g_lse = torch.zeros_like(out.lse) if grads.lse is None else dense(grads.lse)
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
-    partials = torch.empty(N, 3, parts, dtype=torch.float32, device=logits.device)
-    # Only aligned rows are copied to shared memory while others are computed. Class weights would be too, and
-    # take its place.
-    aligned = (logits.data_ptr() | logits.stride(0) * logits.element_size()) % 16 == 0
-    stages = STAGES if aligned and not flags["HAS_WEIGHTS"] else 1
+    # Words of the counters, of 32 bits each; an even number, so that the words behind them are aligned.
+    counters = 2 * (N // 4 + 1)
+    words = torch.zeros(counters + N * parts * (1 + has_sum), dtype=torch.int64, device=logits.device)
+    arrivals = words[:counters].view(torch.int32)
     interpreted = triton.knobs.runtime.interpret
-    for publish, finish in ((True, False), (False, True)) if interpreted else ((True, True),):
-        arrivals = torch.zeros(1 + N, dtype=torch.int32, device=logits.device)
+    for publishes, finishes in ((True, False), (False, True)) if interpreted else ((True, True),):
         split_rows_kernel[(N * parts,)](
             logits,
             gradient,
@@ -384,8 +228,8 @@ def statistics_and_gradient(
             dense(grads.logps),
             g_lse,
             dense(grads.sum_logits) if has_sum else out.lse,
-            partials,
             arrivals,
+            words[counters:],
             logits.stride(0),
             gradient.stride(0),
             V,
@@ -396,11 +240,10 @@ def statistics_and_gradient(
             SUM=has_sum,
             PARTS=parts,
             PADDED=triton.next_power_of_2(parts),
+            PUBLISH=publishes,
+            FINISH=finishes,
             LENGTH=length,
-            PUBLISH=publish,
-            FINISH=finish,
-            STAGES=stages,
-            VECTOR=min(block, 16 // logits.element_size()),
-            BLOCK=block,
-            num_warps=WARPS,
+            num_warps=warps_of(has_softcap=flags["HAS_SOFTCAP"], has_sum=has_sum),
         )
+        if interpreted:
+            arrivals.zero_()

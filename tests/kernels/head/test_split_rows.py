@@ -20,13 +20,12 @@ IGNORED = -100
 pytestmark = pytest.mark.skipif(not uses_triton(DEVICE, torch.float32), reason="a Triton kernel")
 
 
-@pytest.fixture(params=[(32, 2), (512, 5)], ids=str)
-def block(request, monkeypatch):
-    """The columns of a block, and the blocks of a part: several parts, and one."""
+@pytest.fixture(params=[64, 512], ids=str)
+def length(request, monkeypatch):
+    """The columns of a part: several parts, and one."""
     from logitless.kernels.head import split_rows_triton
 
-    monkeypatch.setattr(split_rows_triton, "BLOCK", request.param[0])
-    monkeypatch.setattr(split_rows_triton, "BLOCKS", request.param[1])
+    monkeypatch.setattr(split_rows_triton, "LENGTH", request.param)
 
 
 def expected(logits, targets, grads, transform, class_weights):
@@ -59,7 +58,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("dtype", "names", "transform", "is_weighted"), CASES)
-def test_the_definitions(block, dtype, names, transform, is_weighted):
+def test_the_definitions(length, dtype, names, transform, is_weighted):
     names = names.split()
     N, V = 9, 300
     generator = torch.Generator("cpu").manual_seed(0)
@@ -71,7 +70,7 @@ def test_the_definitions(block, dtype, names, transform, is_weighted):
     logits[2, :200] = -60000.0 if dtype == torch.float16 else -1e30  # parts with nothing
     targets[2] = 250
     targets[3] = V - 1
-    logits[4, 40] = 120.0  # exp overflows, relative to the first block of the part
+    logits[4, 40] = 120.0  # exp overflows, relative to other logits of the part
     weights = torch.rand(V, generator=generator, device="cpu").to(DEVICE) if is_weighted else None
     if "sum_logits" in names:
         logits[2] = logits[2].clamp(min=-60.0)
@@ -90,7 +89,7 @@ def test_the_definitions(block, dtype, names, transform, is_weighted):
         assert relative_error(gradient[row], truth[row]) < (1e-5 if dtype == torch.float32 else eps), row
 
 
-def test_a_confident_token(block):
+def test_a_confident_token(length):
     """1 - p of the target does not cancel."""
     logits = torch.zeros(2, 300, device=DEVICE)
     logits[:, 200] = 20.0
@@ -106,7 +105,7 @@ def test_a_confident_token(block):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("column", [0, 150])
-def test_not_finite(block, value, column):
+def test_not_finite(length, value, column):
     logits = torch.randn(2, 300, device=DEVICE)
     logits[0, column] = value
     targets = torch.tensor([7, 7], device=DEVICE)
@@ -118,7 +117,7 @@ def test_not_finite(block, value, column):
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
-def test_the_backward_passes_of_a_loss(block, options, monkeypatch):
+def test_the_backward_passes_of_a_loss(length, options, monkeypatch):
     """The first one returns what the forward pass has written, unless the upstream gradient is not 1."""
     passes = []
     written = given_logits.kernels.statistics_and_gradient
@@ -157,7 +156,7 @@ def test_the_backward_passes_of_a_loss(block, options, monkeypatch):
     assert relative_error(actual, d_truth) < 2e-6 and actual.data_ptr() == passes[1]
 
 
-def test_checkpoints_and_offloading_see_the_gradient(block):
+def test_checkpoints_and_offloading_see_the_gradient(length):
     """It is as large as the logits: a checkpoint must not keep it."""
     logits, targets = torch.randn(5, 300, device=DEVICE).requires_grad_(), torch.arange(5, device=DEVICE)
     (expected,) = torch.autograd.grad(cross_entropy(logits, targets), logits)
