@@ -352,7 +352,12 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         gradient = None  # for an upstream gradient of 1; the first backward pass returns it
-        if len(logits) and not inplace and loss.is_linear and kernels.reads_once(logits):
+        if (
+            len(logits)
+            and not inplace
+            and loss.is_linear
+            and kernels.reads_once(logits, loss.logit_transform)
+        ):
             rows, buffers = _allocated(logits, loss)
             gradient = torch.empty_like(rows)
             # The gradients of a linear loss are the same for any statistics.

@@ -107,11 +107,11 @@ def gradient_combinations() -> Iterator[Combination]:
 
 def split_combinations() -> Iterator[Combination]:
     for dtype, (total, weights), softcap, parts in itertools.product(
-        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 19)
+        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 38)
     ):
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
         flags |= {"PADDED": 1 << (parts - 1).bit_length(), "PUBLISH": True, "FINISH": True}
-        flags["LENGTH"] = split_rows_triton.LENGTH
+        flags["LENGTH"] = split_rows_triton.length_of(151_936, has_softcap=softcap)
         yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 

@@ -188,7 +188,7 @@ def logits_gradient(
         gradient[upstream == 1] = kept
 
 
-def reads_once(logits: Tensor) -> bool:
+def reads_once(logits: Tensor, transform: LogitTransform) -> bool:
     """Whether `statistics_and_gradient` runs for these logits: on NVIDIA GPUs with enough multiprocessors for
     a row, and in Triton's interpreter; not in fp64.
     """
@@ -196,7 +196,9 @@ def reads_once(logits: Tensor) -> bool:
         return False
     from logitless.kernels.head import split_rows_triton
 
-    return split_rows_triton.runs_on(logits.device, logits.shape[1])
+    return split_rows_triton.runs_on(
+        logits.device, logits.shape[1], has_softcap=transform.softcap is not None
+    )
 
 
 def statistics_and_gradient(

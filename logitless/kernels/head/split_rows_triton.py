@@ -3,7 +3,7 @@ loss.
 
 Each row is split into parts, one program each. A program reads its part, keeps exp(z - shift) in registers,
 publishes the shift (the part's maximum) and the sum of the exponentials, waits until all parts of the row are
-published, and writes the gradient. With a softcap it reads its part again, for the slope.
+published, and writes the gradient. With a softcap it keeps z, which also gives the slope of the tanh.
 
 The programs of a row wait for each other, and do not deadlock in any order in which the GPU starts them. Each
 program takes the next number when it starts, and the numbers are those of rows and parts in order. As long as
@@ -29,9 +29,14 @@ from logitless.kernels.layout import check_rows, check_written, dense
 LENGTH = 8192  # columns of a part
 
 
+def length_of(V: int, *, has_softcap: bool) -> int:
+    """Columns of a part of rows of V logits."""
+    return min(LENGTH // 2 if has_softcap else LENGTH, triton.next_power_of_2(V))
+
+
 def warps_of(*, has_softcap: bool, has_sum: bool) -> int:
-    """Warps of a program. A thread of 4 has 64 logits, and 96 registers if it need not keep more of each."""
-    return 8 if has_softcap or has_sum else 4
+    """Warps of a program. A thread has 64 logits, or 32 if it needs more registers for each."""
+    return 8 if has_sum and not has_softcap else 4
 
 
 @triton.jit
@@ -39,8 +44,8 @@ def publish(word_ptr, high, low):
     """Publish two fp32 numbers in one word. `low` is at least 0: its sign bit, set, makes the word not 0."""
     low = (low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | 0x80000000
     word = (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
-    # A plain store may be moved behind the loop that waits for it.
-    tl.atomic_xchg(word_ptr, word, sem="relaxed")
+    tl.store(word_ptr, word)
+    tl.debug_barrier()  # The compiler must not move the store behind the loop that waits for it.
 
 
 @triton.jit
@@ -166,9 +171,12 @@ def split_rows_kernel(
                 tl.store(sum_logits_ptr + row, tl.sum(all_weighted, 0))
         scale = (g_lse - g_logp) / total
         if HAS_SOFTCAP:
-            again = tl.load(logits_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_first")
-            z, slope = head_logits(again, logits_ptr, cols, inside, gain, squash, cap, False, HAS_SOFTCAP)
-        g = e * ((scale * tl.exp(shift - top)) * slope)
+            # Of tanh = z / cap: the slope of before, and the exponentials, are not kept.
+            squashed = z * (1.0 / cap)
+            slope = gain * (1.0 - squashed * squashed)
+            g = exp(z - top) * (scale * slope)
+        else:
+            g = e * (scale * tl.exp(shift - top) * slope)
         if SUM:
             g_sum = tl.load(g_sum_ptr + row)
             if HAS_WEIGHTS:
@@ -188,13 +196,13 @@ def split_rows_kernel(
             tl.store(grad_ptr + y, (g_y * slope_y).to(element))
 
 
-def runs_on(device: torch.device, V: int) -> bool:
+def runs_on(device: torch.device, V: int, *, has_softcap: bool) -> bool:
     """Whether the device has two multiprocessors for each part of a row; not tried on other vendors' GPUs."""
     if device.type == "cpu":
         return True  # in Triton's interpreter
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    parts = triton.cdiv(V, LENGTH)
+    parts = triton.cdiv(V, length_of(V, has_softcap=has_softcap))
     return 2 * parts <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -204,9 +212,9 @@ def statistics_and_gradient(
     check_rows(logits=logits, gradient=gradient)
     check_written(**dict(out.items()))
     N, V = logits.shape
-    length = min(LENGTH, triton.next_power_of_2(V))
+    has_softcap, has_sum = transform.softcap is not None, grads.sum_logits is not None
+    length = length_of(V, has_softcap=has_softcap)
     parts = triton.cdiv(V, length)
-    has_sum = grads.sum_logits is not None
     g_lse = torch.zeros_like(out.lse) if grads.lse is None else dense(grads.lse)
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
@@ -235,7 +243,7 @@ def statistics_and_gradient(
             V,
             ignore_index,
             *scalars,
-            HAS_SOFTCAP=flags["HAS_SOFTCAP"],
+            HAS_SOFTCAP=has_softcap,
             HAS_WEIGHTS=flags["HAS_WEIGHTS"],
             SUM=has_sum,
             PARTS=parts,
@@ -243,7 +251,7 @@ def statistics_and_gradient(
             PUBLISH=publishes,
             FINISH=finishes,
             LENGTH=length,
-            num_warps=warps_of(has_softcap=flags["HAS_SOFTCAP"], has_sum=has_sum),
+            num_warps=warps_of(has_softcap=has_softcap, has_sum=has_sum),
         )
         if interpreted:
             arrivals.zero_()
