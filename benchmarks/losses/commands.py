@@ -297,7 +297,8 @@ def of_given_logits(
     logits."""
     target = chosen_device(device, quick)
     computes, absent = given.GIVEN_LOGITS.load(target, only or (), skip or ())
-    document = new_document("given-logits", target, quick=quick) | {"complete": False, "absent": absent}
+    document = new_document("given-logits", target, quick=quick, versions=given.GIVEN_LOGITS.versions())
+    document |= {"complete": False, "absent": absent}
     path = out_path(out, document)
     given.run(document, target, computes, seconds=seconds, out=path, say=speaker())
     finish(path)

@@ -176,7 +176,7 @@ def table(document: dict, form: str = "simple") -> str:
 def for_page(document: dict, source: str) -> str:
     """The table of a run, and how it was measured, in Markdown."""
     shape = document["shape"]
-    alone = " GPU alone: the time in which the GPU is busy." if "copy_gpu_ms" in document else ""
+    alone = " GPU alone: the time in which the GPU is busy, of both." if "copy_gpu_ms" in document else ""
     how = (
         f"One {document['device']}, {document['date'][:10]}, {shape['N']:,} x {shape['V']:,} logits in bf16: "
         f"forward and backward pass, {CALLS} calls in a row, each with separate logits. Copies: the time "

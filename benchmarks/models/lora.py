@@ -373,13 +373,16 @@ def describe(row: dict) -> str:
 APART = ("loss", "grad_norm", "gradient")
 
 
-def ratio(document: dict, section: dict, row: dict, base: str) -> float | None:
+def ratio(document: dict, section: dict, row: dict, base: str, key: str = "ms") -> float | None:
     """The row's time over that of the row `base` of the same model and checkpointing (and dropout)."""
     same = [x for x in document["sections"] if all(x[k] == section[k] for k in ("model", "checkpointing"))]
     if base == PEFT:
         same = [x for x in same if x["dropout"] == section["dropout"]]
-    times = [x["ms"] for each in same for x in each["rows"] if x["name"] == base and "ms" in x]
-    return row["ms"] / times[0] if times and "ms" in row else None
+    times = [x[key] for each in same for x in each["rows"] if x["name"] == base and key in x]
+    return row[key] / times[0] if times and key in row else None
+
+
+HEADERS = ("", "ms a step", "of full", "of PEFT", "GPU: ms", "of full", "of PEFT", "GiB", "from PEFT")
 
 
 def table(document: dict, form: str = "simple") -> str:
@@ -390,23 +393,14 @@ def table(document: dict, form: str = "simple") -> str:
             if row["verdict"] != "ok":
                 body.append([row["name"], row["verdict"]])
                 continue
-            ratios = [report.text(ratio(document, section, row, base), "{:.2f}") for base in (FULL, PEFT)]
-            gpu = report.text(row.get("gpu_ms"), "{:.1f}")
+            times = []
+            for key in ("ms", "gpu_ms"):
+                ratios = [ratio(document, section, row, base, key) for base in (FULL, PEFT)]
+                times += [report.text(row.get(key), "{:.1f}"), *(report.text(x, "{:.2f}") for x in ratios)]
             memory = report.text(report.gib(row["peak_bytes"]), "{:.1f}")
-            apart = [report.text(row.get(f"{name}_difference"), "{:.0e}") for name in APART]
-            body.append([row["name"], f"{row['ms']:.1f}", *ratios, gpu, memory, *apart])
-        headers = [
-            "",
-            "ms a step",
-            "of full",
-            "of PEFT",
-            "GPU ms",
-            "GiB",
-            "loss differs by",
-            "norm",
-            "gradients",
-        ]
-        lines = tabulate(body, headers, tablefmt=form, disable_numparse=True)
+            apart = [f"{row[f'{name}_difference']:.0e}" for name in APART if f"{name}_difference" in row]
+            body.append([row["name"], *times, memory, ", ".join(apart)])
+        lines = tabulate(body, HEADERS, tablefmt=form, disable_numparse=True)
         parts.append(f"{title(section)}{':' if form == 'github' else ''}\n\n{lines}")
     return "\n\n".join(parts)
 
@@ -415,7 +409,8 @@ def for_page(document: dict, source: str) -> str:
     how = (
         f"One {document['device']}, {document['date'][:10]}, bf16, random weights, fused AdamW, SDPA, LoRA "
         "on all linear layers: mean of whole steps in one process, without synchronization in between. "
-        "Differences from PEFT's first step are relative; of gradients, the largest of an adapter."
+        "GPU: the time in which the GPU is busy. From PEFT: relative differences of the first step, "
+        "of the loss, the gradient norm and, without dropout, the gradients (the largest of an adapter)."
     )
     names = {row["name"] for section in document["sections"] for row in section["rows"]}
     how = " ".join([how, *(note for name, note in NOTES.items() if name in names)])

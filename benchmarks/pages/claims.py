@@ -322,6 +322,12 @@ def bf16_off(trainer: str, key: str = "stock_error") -> Derived:
     return Derived(f"benchmarks/results/{PROOF}: shadow, {trainer}, bfloat16, {key}", error)
 
 
+def lora_of_full(file: str, name: str, key: str) -> tuple:
+    """The smallest and largest ratio of a row to full fine-tuning: with, without checkpointing; dropout."""
+    full = [row(file, place, "full fine-tuning", key) for place in (0, 0, 2, 2)]
+    return range_of(tuple(ratio(row(file, place, name, key), each) for place, each in enumerate(full)))
+
+
 SFT_BF16 = 1  # as it stands in the result
 
 NINETY_FIVE = stated(95, "benchmarks/proof/curves.py: interval")
@@ -330,6 +336,11 @@ START = "docs/start.md"
 CARD = "the memory of a card"
 
 CLAIMS = (
+    Claim(
+        "docs/design.md",
+        "The call takes the GPU {} times as long as a copy of the logits",
+        (Result("given-logits.json", ("rows", "logitless", "gpu_of_copy")),),
+    ),
     Claim(
         "docs/howto/lora.md",
         "GPU computes for {} of the {} ms of a step with grouped layers ({} ms with full fine-tuning",
@@ -341,17 +352,27 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/lora.md",
-        "layers it takes {} to {} times as long as full fine-tuning of a 0.6B model",
-        range_of(
-            tuple(
-                ratio(ms("lora.json", place, "grouped"), ms("lora.json", place // 2 * 2, "full fine-tuning"))
-                for place in range(4)
-            )
-        ),
+        "computes for {} to {} times as long as with full fine-tuning of a 0.6B model",
+        lora_of_full("lora.json", "grouped", "gpu_ms"),
     ),
     Claim(
         "docs/howto/lora.md",
-        "tables of Qwen3-0.6B below, and {} to {} times in TRL's",
+        "tokens, and with PEFT's for {} to {} times",
+        lora_of_full("lora.json", "PEFT", "gpu_ms"),
+    ),
+    Claim(
+        "docs/howto/lora.md",
+        "step takes {} to {} times as long as with full fine-tuning in the tables below",
+        lora_of_full("lora.json", "grouped", "ms"),
+    ),
+    Claim(
+        "docs/howto/lora.md",
+        "4,096 tokens it takes {} to {} times as long",
+        lora_of_full("lora-8x4096.json", "grouped", "ms"),
+    ),
+    Claim(
+        "docs/howto/lora.md",
+        "tables below, and {} to {} times in TRL's",
         range_of(
             tuple(
                 ratio(
@@ -361,14 +382,6 @@ CLAIMS = (
                 for place in (0, 1)
                 for dropout in ("", ", dropout 0.05")
             )
-        ),
-    ),
-    Claim(
-        "docs/howto/lora.md",
-        "grouped layers takes {} times as long as full fine-tuning, and {} times with dropout",
-        tuple(
-            ratio(ms("lora-8x4096.json", place, "grouped"), ms("lora-8x4096.json", 0, "full fine-tuning"))
-            for place in (0, 1)
         ),
     ),
     Claim(
@@ -522,12 +535,12 @@ CLAIMS = (
     ),
     Claim(
         START,
-        "adds {} ms to PEFT's step of the 8B model, and {} ms to the fused one",
+        "GPU computes {} ms longer for a step with PEFT's layers, and {} ms longer with fused ones",
         tuple(
             Derived(
                 "with dropout - without",
                 lambda dropped, plain: dropped - plain,
-                (ms("lora-8b.json", 1, name), ms("lora-8b.json", 0, name)),
+                (row("lora.json", 1, name, "gpu_ms"), row("lora.json", 0, name, "gpu_ms")),
             )
             for name in ("PEFT", "grouped")
         ),

@@ -259,6 +259,16 @@ PEER_CLAIMS = (
     quack("class weights: no", "class_weights", "ce_weight"),
     quack("bias of the head: no", "bias"),
     quack("softcap: no", "softcap"),
+    PeerClaim(
+        QUACK,
+        "docs/choosing.md",
+        "threads without a column of the row subtract -inf from -inf",
+        "quack/reduce.py",
+        has=(
+            "x.reduce(cute.ReductionOp.MAX, init_val=-Float32.inf, reduction_profile=0)",
+            "exp_x = cute.math.exp2(x * log2_e - (max_x * log2_e), fastmath=True)",
+        ),
+    ),
     quack("label smoothing: no", "label_smoothing"),
     quack("z-loss: no", "z_loss", "lse_square_scale"),
     PeerClaim(

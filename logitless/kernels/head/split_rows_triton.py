@@ -12,8 +12,8 @@ the programs of earlier rows are finished. A GPU with as many multiprocessors as
 for the next program. `runs_on` requires twice as many, for another such launch on another stream.
 
 Published numbers are words of 64 bits that are 0 until they are published. A program can therefore read them
-without a memory fence, which would cost it 5% of its time: it reads a word that is still 0 again. The counter
-of a row's published parts, which has no order with them, says when most of them are there.
+without a memory fence, which was slower: it reads a word that is still 0 again. The counter of a row's
+published parts, which has no order with the words, says when most of them are there.
 """
 
 import torch
