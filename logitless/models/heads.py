@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.errors import value_error
+from logitless.errors import type_error, value_error
 from logitless.exchange import instance_forward
 from logitless.parallel.groups import split_over_vocabulary
 
@@ -60,8 +60,12 @@ def find_head(model: nn.Module) -> nn.Module:
     """Return the model's LM head module.
 
     Raises:
+        TypeError: it is no model.
         ValueError: the model has none.
     """
+    if not isinstance(model, nn.Module):
+        remedy = "pass a model of AutoModelForCausalLM, such as trainer.model"
+        raise type_error("model", "a model", type(model).__name__, remedy)
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     remedy = "pass a model of AutoModelForCausalLM"
@@ -110,12 +114,12 @@ def _read_parameter(x: Tensor) -> Tensor:
     """Return the parameter, or under DeepSpeed ZeRO-3 a copy, which can also be read in the backward pass.
 
     Raises:
-        ValueError: the parameter is offloaded.
+        ValueError: the parameter is on the meta device.
     """
     if x.device.type == "meta":
         expected = "an LM head on a device"
-        remedy = "assign the head to a device in device_map"
-        raise value_error("model", expected, "one that is offloaded", remedy)
+        remedy = "load the model first; if the head is offloaded, assign it to a device in device_map"
+        raise value_error("model", expected, "one on the meta device", remedy)
     if not hasattr(x, "ds_id"):
         return x
     if x.numel():

@@ -136,7 +136,7 @@ def _measure_softcap_and_scale(
                 options = accepted(keywords_of(model.forward), return_dict=True)
                 logits = logits_in(model.forward(ids, **options), model)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(model).__name__} ({type(error).__name__}: {error})"
             continue
         if logits.shape == (*hidden.shape[:-1], weight.shape[0]) and logits.hidden.shape == hidden.shape:
             factor = logits.hidden.double() / hidden

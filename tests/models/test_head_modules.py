@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -370,6 +371,16 @@ def test_a_model_in_the_place_of_its_head(wrapped):
         linear_cross_entropy(hidden, model, labels)
     if wrapped != "ddp":
         assert linear_cross_entropy(hidden, head_of(model), labels).isfinite()
+
+
+def test_what_is_no_model_on_a_device():
+    with torch.device("meta"):
+        unloaded = tiny_model()
+    with pytest.raises(ValueError, match="a device, got one on the meta device; load the model first"):
+        head_of(unloaded)
+    trainer = SimpleNamespace(model=tiny_model())
+    with pytest.raises(TypeError, match="model: expected a model, got SimpleNamespace; .* trainer.model"):
+        patch_model(trainer)
 
 
 @pytest.mark.parametrize(
