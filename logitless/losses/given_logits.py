@@ -58,8 +58,8 @@ def cross_entropy(
     they take the same options and never allocate the logits. This function is for models that only return
     logits. If the logits are contiguous, it allocates no tensor of their size but their gradient; other
     logits are copied. On NVIDIA GPUs, the forward pass already writes the gradient, except with `z_loss`,
-    `dft` or `inplace`; an upstream gradient other than 1 costs a second read of the logits. The formula is
-    that of `CrossEntropyLoss`.
+    `dft`, `inplace` or more than 4,096 ids (2,048 with a softcap) for each multiprocessor; an upstream
+    gradient other than 1 costs a second read of the logits. The formula is that of `CrossEntropyLoss`.
 
     Args:
         logits: (..., V) bf16, fp16, fp32 or fp64. With the options of the head, the products before softcap,

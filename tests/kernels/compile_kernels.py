@@ -106,12 +106,14 @@ def gradient_combinations() -> Iterator[Combination]:
 
 
 def split_combinations() -> Iterator[Combination]:
-    for dtype, (total, weights), softcap, parts in itertools.product(
-        TYPES, ((False, False), (True, False), (True, True)), (False, True), (1, 38)
+    for dtype, (total, weights), softcap, V in itertools.product(
+        TYPES, ((False, False), (True, False), (True, True)), (False, True), (4096, 151_936)
     ):
+        length = split_rows_triton.length_of(split_rows_triton.LENGTH, has_softcap=softcap)
+        parts = -(-V // length)
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
         flags |= {"PADDED": 1 << (parts - 1).bit_length(), "PUBLISH": True, "FINISH": True}
-        flags["LENGTH"] = split_rows_triton.length_of(151_936, has_softcap=softcap)
+        flags["LENGTH"] = length
         yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
 
 

@@ -196,9 +196,7 @@ def reads_once(logits: Tensor, transform: LogitTransform) -> bool:
         return False
     from logitless.kernels.head import split_rows_triton
 
-    return split_rows_triton.runs_on(
-        logits.device, logits.shape[1], has_softcap=transform.softcap is not None
-    )
+    return split_rows_triton.runs_on(logits.device, logits.shape[1], transform)
 
 
 def statistics_and_gradient(

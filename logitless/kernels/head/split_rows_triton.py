@@ -11,9 +11,9 @@ the programs of the first unfinished row have not all started, fewer programs th
 the programs of earlier rows are finished. A GPU with as many multiprocessors as a row has parts then has room
 for the next program. `runs_on` requires twice as many, for another such launch on another stream.
 
-Published numbers are words of 64 bits that are 0 until they are published. A program can therefore read them
-without a memory fence, which was slower: it reads a word that is still 0 again. The counter of a row's
-published parts, which has no order with the words, says when most of them are there.
+Two numbers are published as one word of 64 bits, which is 0 before. A program can therefore read them without
+a memory fence, which was slower: it reads a word that is still 0 again. The counter of a row's published
+parts is not ordered with the words: when it is full, a word may still be 0.
 """
 
 import torch
@@ -44,8 +44,10 @@ def publish(word_ptr, high, low):
     """Publish two fp32 numbers in one word. `low` is at least 0: its sign bit, set, makes the word not 0."""
     low = (low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | 0x80000000
     word = (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+    # A plain store, which reaches the L2 cache on NVIDIA GPUs without a fence. The barrier is for the
+    # compiler, which must not move the store behind the loop that waits for it.
     tl.store(word_ptr, word)
-    tl.debug_barrier()  # The compiler must not move the store behind the loop that waits for it.
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -94,7 +96,7 @@ def split_rows_kernel(
 ):
     """`arrivals`: zeros, the number of programs that have started, and of the published parts of each row.
     `words`: zeros, (rows, PARTS), the shift of the exponentials and their sum without the target; with SUM,
-    (rows, 2, PARTS), also the weighted sum of logits.
+    (rows, 2, PARTS), also the weighted sum of logits and, again, that sum.
 
     One of PUBLISH and FINISH is False in Triton's interpreter, which runs a program after another: it takes
     two launches.
@@ -109,7 +111,7 @@ def split_rows_kernel(
     cols = begin + tl.arange(0, LENGTH)
     inside = cols < V
     # Issued before the target arrives, although the logits of an ignored row are not needed.
-    fill = tl.where(gain < 0, float("inf"), -float("inf"))  # its logit is -inf, except with a softcap
+    fill = tl.where(gain < 0, float("inf"), -float("inf"))  # so that its logit is -inf, without a softcap
     x = tl.load(logits_ptr + cols, mask=inside, other=fill, eviction_policy="evict_first")
     y = tl.load(targets_ptr + row)
     if y == ignore_index:
@@ -171,9 +173,9 @@ def split_rows_kernel(
                 tl.store(sum_logits_ptr + row, tl.sum(all_weighted, 0))
         scale = (g_lse - g_logp) / total
         if HAS_SOFTCAP:
-            # Of tanh = z / cap: the slope of before, and the exponentials, are not kept.
-            squashed = z * (1.0 / cap)
-            slope = gain * (1.0 - squashed * squashed)
+            # The slope 1 - (z / cap)^2 is computed from z, and the exponentials again: neither is kept.
+            below = (cap - tl.abs(z)) * (1.0 / cap)
+            slope = gain * (below * (2.0 - below))
             g = exp(z - top) * (scale * slope)
         else:
             g = e * (scale * tl.exp(shift - top) * slope)
@@ -196,8 +198,14 @@ def split_rows_kernel(
             tl.store(grad_ptr + y, (g_y * slope_y).to(element))
 
 
-def runs_on(device: torch.device, V: int, *, has_softcap: bool) -> bool:
-    """Whether the device has two multiprocessors for each part of a row; not tried on other vendors' GPUs."""
+def runs_on(device: torch.device, V: int, transform) -> bool:
+    """Whether the device has two multiprocessors for each part of a row; not tried on other vendors' GPUs.
+
+    Not with a logit scale of 0, with which a logit of -inf would be NaN.
+    """
+    has_softcap = transform.softcap is not None
+    if not has_softcap and abs(transform.logit_scale / transform.temperature) < 1e-37:
+        return False
     if device.type == "cpu":
         return True  # in Triton's interpreter
     if device.type != "cuda" or torch.version.hip is not None:
@@ -218,7 +226,7 @@ def statistics_and_gradient(
     g_lse = torch.zeros_like(out.lse) if grads.lse is None else dense(grads.lse)
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
-    # Words of the counters, of 32 bits each; an even number, so that the words behind them are aligned.
+    # Words for 1 + N counters of 32 bits; an even number, so that the words behind are aligned to 16 bytes.
     counters = 2 * (N // 4 + 1)
     words = torch.zeros(counters + N * parts * (1 + has_sum), dtype=torch.int64, device=logits.device)
     arrivals = words[:counters].view(torch.int32)

@@ -1,5 +1,7 @@
 """Statistics and gradient of a loss from a single read of the logits, by programs that share a row."""
 
+import math
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -20,7 +22,7 @@ IGNORED = -100
 pytestmark = pytest.mark.skipif(not uses_triton(DEVICE, torch.float32), reason="a Triton kernel")
 
 
-@pytest.fixture(params=[64, 512], ids=str)
+@pytest.fixture(params=[64, 1024], ids=str)
 def length(request, monkeypatch):
     """The columns of a part: several parts, and one."""
     from logitless.kernels.head import split_rows_triton
@@ -101,6 +103,62 @@ def test_a_confident_token(length):
     stats, truth = expected(logits, targets, grads, LogitTransform(), None)
     assert relative_error(out.logps, stats["logps"]) < 1e-6
     assert relative_error(gradient[:, 200], truth[:, 200]) < 1e-6
+
+
+def check(logits, targets, grads, transform=None):
+    """Compare statistics and gradient with the definitions."""
+    transform = transform or LogitTransform()
+    out = allocate_stats(grads, len(targets), torch.float32, DEVICE)
+    gradient = torch.full_like(logits, torch.nan)
+    options = {"gradient": gradient, "transform": transform}
+    statistics_and_gradient(logits, targets, out, TokenBuffers(**grads), **options)
+    stats, truth = expected(logits, targets, grads, transform, None)
+    for name in grads:
+        assert relative_error(getattr(out, name), stats[name]) < 1e-6, name
+    assert relative_error(gradient, truth) < 1e-5
+
+
+@pytest.mark.parametrize("names", ["logps", "logps lse sum_logits"])
+def test_a_negative_scale(length, names):
+    grads = {name: torch.randn(3, device=DEVICE) for name in names.split()}
+    targets = torch.tensor([0, 70, 299], device=DEVICE)
+    check(4 * torch.randn(3, 300, device=DEVICE), targets, grads, LogitTransform(None, -1.3, 0.7))
+
+
+def test_a_scale_of_zero(length):
+    """It would turn the columns behind the last one into NaN."""
+    logits, targets = torch.randn(2, 300, device=DEVICE), torch.tensor([7, 299], device=DEVICE)
+    for scale in (0.0, 1e-46):
+        assert not reads_once(logits, LogitTransform(None, scale))
+        loss = cross_entropy(logits.requires_grad_(), targets, logit_scale=scale)
+        assert loss.item() == pytest.approx(math.log(300))
+        assert not torch.autograd.grad(loss, logits)[0].any()
+
+
+def test_parts_of_minus_infinity_and_rows_far_below_zero(length):
+    grads = {"logps": -torch.ones(1, device=DEVICE)}
+    row = torch.full((1, 300), -torch.inf, device=DEVICE)
+    row[:, :20] = torch.linspace(-3, 3, 20, device=DEVICE)
+    check(row, torch.tensor([10], device=DEVICE), grads)
+    check(torch.linspace(-300, -210, 300, device=DEVICE)[None], torch.tensor([250], device=DEVICE), grads)
+    # The maximum of a part is 0, and so is the sum of its exponentials without the target.
+    row[:], row[0, 70], row[0, 5] = -torch.inf, 0.0, 1.0
+    check(row, torch.tensor([70], device=DEVICE), grads)
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(), SOFTCAPPED])
+@pytest.mark.parametrize("target", [-5, 300, 310, 2**40])
+def test_a_target_outside_the_vocabulary(length, target, transform):
+    """Its row has the gradient of no target, and nothing is written behind the row."""
+    logits, targets = torch.randn(2, 300, device=DEVICE), torch.tensor([target, 3], device=DEVICE)
+    wide = torch.full((2, 1000), 7.0, device=DEVICE)
+    out = allocate_stats(("logps",), 2, torch.float32, DEVICE)
+    options = {"transform": transform, "gradient": wide[:, :300]}
+    grads = TokenBuffers(logps=-torch.ones(2, device=DEVICE))
+    statistics_and_gradient(logits, targets, out, grads, **options)
+    assert (wide[:, 300:] == 7).all() and out.logps[0] == -torch.inf and out.logps[1].isfinite()
+    z, slope = transform.logits(logits[0].double())
+    assert relative_error(wide[0, :300], z.softmax(0) * slope) < 1e-5
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
