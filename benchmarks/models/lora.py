@@ -409,7 +409,7 @@ def for_page(document: dict, source: str) -> str:
     how = (
         f"One {document['device']}, {document['date'][:10]}, bf16, random weights, fused AdamW, SDPA, LoRA "
         "on all linear layers: mean of whole steps in one process, without synchronization in between. "
-        "GPU: the time in which the GPU is busy. From PEFT: relative differences of the first step, "
+        "GPU: its busy time in one profiled step. From PEFT: relative differences of the first step, "
         "of the loss, the gradient norm and, without dropout, the gradients (the largest of an adapter)."
     )
     names = {row["name"] for section in document["sections"] for row in section["rows"]}

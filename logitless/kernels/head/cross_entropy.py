@@ -190,7 +190,7 @@ def logits_gradient(
 
 def reads_once(logits: Tensor, transform: LogitTransform) -> bool:
     """Whether `statistics_and_gradient` runs for these logits: on NVIDIA GPUs with enough multiprocessors for
-    a row, and in Triton's interpreter; not in fp64.
+    a row, and in Triton's interpreter; not in fp64, nor with a logit scale of 0.
     """
     if not uses_triton(logits.device, logits.dtype):
         return False

@@ -220,7 +220,8 @@ def statistics_and_gradient(
     check_rows(logits=logits, gradient=gradient)
     check_written(**dict(out.items()))
     N, V = logits.shape
-    has_softcap, has_sum = transform.softcap is not None, grads.sum_logits is not None
+    has_softcap = transform.softcap is not None
+    has_sum = grads.sum_logits is not None
     length = length_of(V, has_softcap=has_softcap)
     parts = triton.cdiv(V, length)
     g_lse = torch.zeros_like(out.lse) if grads.lse is None else dense(grads.lse)
