@@ -17,10 +17,17 @@ IN_A_ROW = 60.0
 Case = Callable[[], Callable[[], object]]
 
 
-def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = REST) -> float:
+def time_ms(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    rest: float = REST,
+    ahead: Callable[[], object] | None = None,
+) -> float:
     """Milliseconds of `run()` on the device, after `rest` seconds: CUDA events, or the wall clock on a CPU.
 
-    The device waits for the host's part of a lone call, as it does after each sync of a training loop.
+    The device waits for the host's part of a lone call, as it does after each sync of a training loop. It
+    does not wait if `ahead()` has queued other work, as the forward pass of a model does.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -31,6 +38,8 @@ def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = RE
     # Back to back, matrix products run an H200 into its power limit, and whoever comes later is up to a fifth
     # slower.
     time.sleep(rest)
+    if ahead is not None:
+        ahead()
     begin.record()
     run()
     end.record()
@@ -60,10 +69,11 @@ def interleave(
     least: int = 5,
     most: int = 25,
     in_a_row: bool = False,
+    ahead: Callable[[], object] | None = None,
 ) -> dict[Hashable, list[float]]:
     """Times every case once a round, in an order that rotates, for about `seconds` after one warm-up round.
 
-    Each is one call after a rest, or calls in a row (`back_to_back_ms`).
+    Each is one call after a rest and behind `ahead` (`time_ms`), or calls in a row (`back_to_back_ms`).
 
     Returns the times in ms of each case; the list stays empty where the device ran out of memory.
     """
@@ -74,7 +84,10 @@ def interleave(
         first = turn % max(len(alive), 1)
         for name in alive[first:] + alive[:first]:
             try:
-                ms = back_to_back_ms(cases[name], device) if in_a_row else time_ms(cases[name](), device)
+                if in_a_row:
+                    ms = back_to_back_ms(cases[name], device)
+                else:
+                    ms = time_ms(cases[name](), device, ahead=ahead)
             except torch.OutOfMemoryError:
                 alive.remove(name)
                 times[name].clear()

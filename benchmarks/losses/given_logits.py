@@ -1,8 +1,11 @@
 """`logitless.cross_entropy` of logits that exist already, beside other implementations and beside a copy.
 
-A call is the forward and the backward pass, for the gradient of the logits. Several calls run in a row. Each
-has separate logits, because some implementations overwrite them. A copy of the logits reads and writes them
-once; no implementation can move fewer bytes.
+A call is the forward and the backward pass, for the gradient of the logits. Each has separate logits, because
+some implementations overwrite them. A copy of the logits reads and writes them once; no implementation can
+move fewer bytes.
+
+Calls are timed twice: behind matrix products that the GPU still computes while the host makes the call, as it
+computes the forward pass of a model, and with an idle GPU, which waits for the host.
 """
 
 import functools
@@ -22,8 +25,9 @@ from benchmarks.harness.report import gib, text, write_json
 from benchmarks.harness.timing import interleave, peak_bytes, release, spread
 
 SHAPE, QUICK_SHAPE = (4096, 151_936), (64, 517)
-CALLS = 4  # in a row
-PROFILED = 5  # times that such calls are profiled
+AHEAD = 8192  # rows and columns of the products that a call is queued behind
+PRODUCTS = 4
+PROFILED = 5  # calls
 CHECKED = 256  # rows that are compared with fp64
 COPY = "copy"
 GIVEN_LOGITS = Peers()
@@ -93,14 +97,13 @@ def run(
     def case(compute: Callable | None) -> Callable:
         def prepare() -> Callable[[], None]:
             # Neither leaves nor views, which `inplace` refuses.
-            given = [source * 1.0 for _ in range(CALLS)]
+            logits = source * 1.0
 
             def call() -> None:
-                for logits in given:
-                    if compute is None:
-                        buffer.copy_(logits.detach())
-                    else:
-                        gradient(compute, logits, targets)
+                if compute is None:
+                    buffer.copy_(logits.detach())
+                else:
+                    gradient(compute, logits, targets)
 
             return call
 
@@ -108,15 +111,23 @@ def run(
 
     right = {name: computes[name] for name, each in rows.items() if each["verdict"] == "ok"}
     cases = {COPY: case(None)} | {name: case(compute) for name, compute in right.items()}
-    times = interleave(cases, device, seconds=seconds)
-    copy = median(times[COPY]) / CALLS
+    behind = interleave(cases, device, seconds=seconds / 2, ahead=products(device))
+    idle = interleave(cases, device, seconds=seconds / 2)
+    copy, idle_copy = median(behind[COPY]), median(idle[COPY])
     gpu_copy = gpu_ms(cases[COPY], device)
-    document |= {"shape": {"N": N, "V": V}, "copy_ms": copy, "logits_bytes": source.nbytes}
+    document |= {
+        "shape": {"N": N, "V": V},
+        "copy_ms": copy,
+        "idle_copy_ms": idle_copy,
+        "logits_bytes": source.nbytes,
+    }
     if gpu_copy:  # not if the profiler sees nothing
         document["copy_gpu_ms"] = gpu_copy
     for name, compute in right.items():
-        rows[name] |= spread([ms / CALLS for ms in times[name]])
+        rows[name] |= spread(behind[name])
         rows[name]["of_copy"] = rows[name]["ms"] / copy
+        rows[name]["idle_ms"] = median(idle[name])
+        rows[name]["idle_of_copy"] = rows[name]["idle_ms"] / idle_copy
         if gpu_copy:
             rows[name]["gpu_ms"] = gpu_ms(cases[name], device)
             rows[name]["gpu_of_copy"] = rows[name]["gpu_ms"] / gpu_copy
@@ -130,13 +141,27 @@ def run(
     say(table(document))
 
 
+def products(device: torch.device) -> Callable[[], None]:
+    """A function that queues work for some milliseconds of a GPU."""
+    if device.type != "cuda":
+        return lambda: None
+    a, b = (torch.randn(AHEAD, AHEAD, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+
+    def queue() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    return queue
+
+
 def gpu_ms(prepare: Callable[[], Callable[[], None]], device: torch.device) -> float:
     """Milliseconds in which the GPU is busy for one call."""
     times = []
     for _ in range(PROFILED):
         call = prepare()
         synchronize(device)
-        times.append(busy(kernels_of(call, device)) / 1e3 / CALLS)
+        times.append(busy(kernels_of(call, device)) / 1e3)
     return median(times)
 
 
@@ -158,18 +183,19 @@ def row(name: str, compute: Callable, source: Tensor, targets: Tensor, gradient:
 
 
 def table(document: dict, form: str = "simple") -> str:
-    body = [[COPY, f"{document['copy_ms']:.2f}", "1.00", "1.00", "", ""]]
+    body = [[COPY, f"{document['copy_ms']:.2f}", "1.00", "1.00", "1.00", "", ""]]
     for each in document["rows"]:
-        numbers = [each["verdict"], "", "", ""]
+        numbers = [each["verdict"], "", "", "", ""]
         if "ms" in each:
             # The logits are there before the call.
             memory = text(gib(each["peak_bytes"]), "{:.2f}")
-            copies = [text(each.get(key), "{:.2f}") for key in ("of_copy", "gpu_of_copy")]
+            copies = [text(each.get(key), "{:.2f}") for key in ("of_copy", "idle_of_copy", "gpu_of_copy")]
             numbers = [f"{each['ms']:.2f}", *copies, memory]
         body.append([each["name"], *numbers, text(each.get("gradient_error"), "{:.0e}")])
-    headers = ["implementation", "ms", "copies", "copies, GPU alone", "GiB", "gradient error"]
+    ratios = ["copies", "copies, idle GPU", "copies, GPU alone"]
+    headers = ["implementation", "ms", *ratios, "GiB", "gradient error"]
     if "copy_gpu_ms" not in document:
-        headers, *body = [cells[:3] + cells[4:] for cells in (headers, *body)]
+        headers, *body = [cells[:4] + cells[5:] for cells in (headers, *body)]
     return tabulate(body, headers, tablefmt=form, disable_numparse=True)
 
 
@@ -179,8 +205,9 @@ def for_page(document: dict, source: str) -> str:
     alone = " GPU alone: the time in which the GPU is busy, of both." if "copy_gpu_ms" in document else ""
     how = (
         f"One {document['device']}, {document['date'][:10]}, {shape['N']:,} x {shape['V']:,} logits in bf16: "
-        f"forward and backward pass, {CALLS} calls in a row, each with separate logits. Copies: the time "
-        "divided by the time of a copy of the logits, which reads and writes them once."
+        "forward and backward pass of a call that the host makes while the GPU still computes other work, as "
+        "it computes the forward pass of a model. Copies: the time divided by the time of a copy of the "
+        "logits, which reads and writes them once. Idle GPU: a call that the GPU waits for."
         f"{alone} GiB: peak memory beyond the logits."
     )
     return f"{table(document, 'github')}\n\n{how}\n\n{source}"

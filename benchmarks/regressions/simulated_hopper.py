@@ -104,6 +104,15 @@ def _count(marks: Tensor, bounds: Tensor, counts: Tensor, rows: int, length: int
     counts.numpy()[:rows] = marks.numpy().reshape(rows, length).sum(1)
 
 
+def _count_targets(
+    targets: Tensor, counts: Tensor, inverse: Tensor, rows: int, V: int, ignore_index: int, *_
+) -> None:
+    y = targets.numpy()
+    supervised = y != ignore_index
+    counts.numpy()[:] = supervised.sum(), (supervised & ((y < 0) | (y >= V))).sum()
+    inverse.numpy()[:] = 1 / max(supervised.sum(), 1)
+
+
 def _clamp(
     targets: Tensor,
     num_items: Tensor,
@@ -129,4 +138,9 @@ def _ones(*operands: object) -> None:
             x.detach().numpy()[:] = 1.0
 
 
-COMPUTED = {"mark_kernel": _mark, "count_kernel": _count, "clamp_kernel": _clamp}
+COMPUTED = {
+    "mark_kernel": _mark,
+    "count_kernel": _count,
+    "count_targets_kernel": _count_targets,
+    "clamp_kernel": _clamp,
+}

@@ -70,7 +70,6 @@ class Batch:
     """
 
     V: int
-    ignored: Tensor | None
     teacher_logits: Tensor
     ref_logps: Tensor
 
@@ -93,7 +92,6 @@ class Batch:
         self.vocabulary = vocabulary or WHOLE_VOCABULARY
         self._sequences = sequences or WHOLE_SEQUENCES
         self.ignore_index = ignore_index
-        self.ignored = None if ignore_index is None else targets == ignore_index
         self.names = tuple(inputs)
         self.absent = tuple([name for name, x in inputs.items() if x is None])
         for name, value in inputs.items():
@@ -114,6 +112,10 @@ class Batch:
         return self.given_targets.shape[0] > 1 and (
             self.segments is None or self.segments.lengths.shape[0] > 3
         )
+
+    @cached_property
+    def ignored(self) -> Tensor | None:
+        return None if self.ignore_index is None else self.given_targets == self.ignore_index
 
     @cached_property
     def targets(self) -> Tensor:

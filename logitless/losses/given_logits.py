@@ -8,6 +8,7 @@ the logits. The host waits for the counts of invalid targets at the end of the f
 reads the logits.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,7 +28,7 @@ from logitless.engine.reduction import Factors, inverses
 from logitless.engine.terms import Term, evaluate_terms, unreduced
 from logitless.errors import check_number, type_error, value_error
 from logitless.kernels.head import cross_entropy as kernels
-from logitless.kernels.head.targets import counted, marked
+from logitless.kernels.head.targets import counted_targets
 from logitless.losses.cross_entropy import CrossEntropyLoss, of_targets
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import Reduction
@@ -141,20 +142,26 @@ def cross_entropy(
         "class_weights": None if class_weights is None else class_weights.to(dtype),
         "token_weights": None if token_weights is None else token_weights.reshape(-1).to(dtype),
     }
-    counts = _counts(targets, V, loss, num_items)
+    counts, inverse = _counts(targets, V, loss, num_items)
     batch = Batch(targets, V, inputs, ignore_index=ignore_index)
     if torch.compiler.is_compiling():
         values = unreduced(evaluate_terms(loss, _plain_statistics(flat, batch, loss), batch)[0])
         values = values if reduction == "none" else values.sum() * factor
     elif torch.is_grad_enabled() and flat.requires_grad:
-        values = _Losses.apply(flat, loss, batch, factor, inplace)
+        if inplace or not _reads_once(flat, loss):
+            values = _Losses.apply(flat, loss, batch, factor, inplace)
+        else:
+            over = inverse if loss.reduction == "mean" else factor
+            values = _LinearLosses.apply(flat, loss, batch, factor, over)
     else:
         _, stats = _statistics(flat, loss, batch)
         values, _ = _evaluated(loss, dict(stats.items()), batch, factor, differentiate=False)
-    if counts is not None:
-        _check_counts(counts.tolist(), targets, V)
     # A view is made here and not in the Function: autograd refuses to change a view from a Function in place.
-    return values.view(shape if reduction == "none" else ())
+    values = values.view(shape if reduction == "none" else ())
+    if counts is not None:
+        # The last statement, because a GPU that has computed the gradient waits for what the host does next.
+        _check_counts(counts.tolist(), targets, V)
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,17 +254,22 @@ def _check_tensors(
 FIX = "fix the labels or set ignore_index"
 
 
-def _counts(targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor | None) -> HostCopy | None:
+def _counts(
+    targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor | None
+) -> tuple[HostCopy | None, Tensor | None]:
     """Start to copy the numbers that `_check_counts` checks.
 
-    None under torch.compile and while a CUDA graph is captured, where they are asserted on the device.
+    Returns:
+        (the copy, (1,) fp32: 1 / the number of supervised tokens). Under torch.compile and while a CUDA graph
+        is captured, the numbers are asserted on the device, and the copy is None; under torch.compile both.
     """
+    inverse = None
     if not torch.compiler.is_compiling():
-        counts = counted(marked(targets, V, loss.ignore_index))
+        counts, inverse = counted_targets(targets, V, loss.ignore_index)
         if num_items is not None:
             counts = torch.cat((counts, ~(num_items > 0).view(1)))
         if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return HostCopy(counts)
+            return HostCopy(counts), inverse
         supervised, outside, *small = counts.unbind()
     else:
         supervised = targets != loss.ignore_index
@@ -268,7 +280,7 @@ def _counts(targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor |
     for each in small:
         fits = (each == 0) | (supervised == 0)
         torch._assert_async(fits, "num_items: expected a number above 0, got 0 or less; count again.")
-    return None
+    return None, inverse
 
 
 def _expected_ids(V: int) -> str:
@@ -348,78 +360,129 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, logits: Tensor, loss: CrossEntropyLoss, batch: Batch, factor: float | Tensor, inplace: bool
+        ctx, logits: Tensor, loss: GivenLogitsLoss, batch: Batch, factor: float | Tensor, inplace: bool
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        gradient = None  # for an upstream gradient of 1; the first backward pass returns it
-        if (
-            len(logits)
-            and not inplace
-            and loss.is_linear
-            and kernels.reads_once(logits, loss.logit_transform)
-        ):
-            rows, buffers = _allocated(logits, loss)
-            gradient = torch.empty_like(rows)
-            # The gradients of a linear loss are the same for any statistics.
-            zeros = torch.zeros_like(buffers.lse)
-            unread = {name: zeros for name, _ in buffers.items()}
-            _, gradients = _evaluated(loss, unread, batch, factor, differentiate=True)
-            named = {"lse": zeros} | gradients  # which the kernels need in any case
-            kernels.statistics_and_gradient(
-                rows,
-                batch.given_targets,
-                buffers,
-                kernels.TokenBuffers(**named),
-                gradient=gradient,
-                **_options(loss, batch.class_weights),
-            )
-            stats = dict(buffers.items())
-            first, *others = [d_statistic * stats[name] for name, d_statistic in gradients.items()]
-            values = sum(others, first)
-            values = values if loss.reduction == "none" else values.sum().view(1)
-            gradients = named
-        else:
-            rows, buffers = _statistics(logits, loss, batch)
-            stats = dict(buffers.items())
-            values, gradients = _evaluated(loss, stats, batch, factor, differentiate=True)
+        rows, buffers = _statistics(logits, loss, batch)
+        stats = dict(buffers.items())
+        values, gradients = _evaluated(loss, stats, batch, factor, differentiate=True)
         ctx.loss, ctx.inplace = loss, inplace
         ctx.names, ctx.differentiated = tuple(stats), tuple(gradients)
         ctx.is_overwritten = False
-        ctx.returns_saved = gradient is not None
-        # The gradient is saved like every tensor, so that checkpoints and offloading see it.
-        operands = rows, batch.given_targets, batch.class_weights, gradient
+        operands = rows, batch.given_targets, batch.class_weights
         ctx.save_for_backward(*operands, *stats.values(), *gradients.values())
         return values
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph: expected False, got True; logitless losses have no second derivative. If you "
-                "need one, use torch.nn.functional.cross_entropy."
-            )
+        _check_not_differentiated()
         if upstream is None:
-            return None, None, None, None, None
+            return (None,) * 5
         if ctx.is_overwritten:
             raise RuntimeError(
                 "inplace: expected one backward pass, got a second one, and the first has overwritten the "
                 "logits; leave inplace out."
             )
         ctx.is_overwritten = ctx.inplace
-        logits, targets, class_weights, gradient, *saved = ctx.saved_tensors
+        logits, targets, class_weights, *saved = ctx.saved_tensors
         count = len(ctx.names)
         stats = kernels.TokenBuffers(**dict(zip(ctx.names, saved[:count], strict=True)))
         grads = kernels.TokenBuffers(**dict(zip(ctx.differentiated, saved[count:], strict=True)))
-        options = _options(ctx.loss, class_weights) | {"upstream": upstream, "unless_one": ctx.returns_saved}
-        if ctx.returns_saved:
-            ctx.returns_saved = False  # a second backward pass must not write to what this one has returned
-        else:
-            gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         if len(logits):
-            kernels.logits_gradient(logits, targets, stats, grads, gradient=gradient, **options)
+            options = _options(ctx.loss, class_weights)
+            kernels.logits_gradient(
+                logits, targets, stats, grads, gradient=gradient, upstream=upstream, **options
+            )
         if ctx.inplace:
             torch.autograd.graph.increment_version(gradient)
         return gradient, None, None, None, None
+
+
+class _LinearLosses(torch.autograd.Function):
+    """Logits (N, V) -> the result of `_evaluated`, where `_reads_once` is True.
+
+    `over` is the factor of a token's loss if no token has a weight: 1 or a tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        logits: Tensor,
+        loss: GivenLogitsLoss,
+        batch: Batch,
+        factor: float | Tensor,
+        over: float | Tensor,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        rows, stats = _allocated(logits, loss)
+        gradients = _known_gradients(loss, batch, factor, over)
+        # For an upstream gradient of 1. It is saved like every tensor, so that checkpoints and offloading see
+        # it.
+        gradient = torch.empty_like(rows)
+        tensors, ctx.write_again = kernels.statistics_and_gradient(
+            rows,
+            batch.given_targets,
+            stats,
+            kernels.TokenBuffers(**gradients),
+            gradient=gradient,
+            **_options(loss, batch.class_weights),
+        )
+        ctx.save_for_backward(*tensors)
+        ctx.is_first = True
+        first, *others = [gradients[name] * getattr(stats, name) for name in loss.differentiates]
+        values = sum(others, first)
+        return values if loss.reduction == "none" else values.sum().view(1)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor | None):
+        _check_not_differentiated()
+        if upstream is None:
+            return (None,) * 5
+        logits, gradient, *others = ctx.saved_tensors
+        if not ctx.is_first:  # it must not write to what the first backward pass has returned
+            gradient = torch.empty_like(logits)
+        ctx.write_again((logits, gradient, *others), upstream, unless_one=ctx.is_first)
+        ctx.is_first = False
+        return gradient, None, None, None, None
+
+
+def _reads_once(logits: Tensor, loss: GivenLogitsLoss) -> bool:
+    """Whether the gradient of the logits is written together with the statistics."""
+    return len(logits) > 0 and loss.is_linear and kernels.reads_once(logits, loss.logit_transform)
+
+
+def _known_gradients(
+    loss: GivenLogitsLoss, batch: Batch, factor: float | Tensor, over: float | Tensor
+) -> dict[str, Tensor]:
+    """(N,) the gradient of a linear loss to each of its statistics, whatever these are."""
+    targets = batch.given_targets
+    of_tokens = {"size": targets.shape, "dtype": torch.float32, "device": targets.device}
+    if batch.class_weights is None and batch.token_weights is None:
+        coefficients = _coefficients(loss, batch.V).items()
+        if isinstance(over, Tensor):
+            return {name: over.expand(targets.shape) * x for name, x in coefficients}
+        return {name: torch.full(fill_value=x, **of_tokens) for name, x in coefficients}
+    statistics = dict.fromkeys(loss.differentiates, torch.zeros(**of_tokens))
+    return _evaluated(loss, statistics, batch, factor, differentiate=True)[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _coefficients(loss: GivenLogitsLoss, V: int) -> dict[str, float]:
+    """The gradient of one token's loss, without weights, to each of its statistics."""
+    zero = torch.zeros(1, dtype=torch.float64, device="cpu")
+    batch = Batch(zero.long(), V, dict.fromkeys(("class_weights", "token_weights")))
+    statistics = dict.fromkeys(loss.differentiates, zero)
+    _, gradients = _evaluated(loss, statistics, batch, 1.0, differentiate=True)
+    return {name: x.item() for name, x in gradients.items()}
+
+
+def _check_not_differentiated() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph: expected False, got True; logitless losses have no second derivative. If you need "
+            "one, use torch.nn.functional.cross_entropy."
+        )
 
 
 def _options(loss: CrossEntropyLoss, class_weights: Tensor | None) -> dict:

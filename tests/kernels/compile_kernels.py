@@ -265,6 +265,7 @@ def target_combinations() -> Iterator[Combination]:
         yield combination("mask_kernel", {"mask": mask}, {"WRONG": -(2**63), "BLOCK": targets_triton.BLOCK})
     for packed in (False, True):
         yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": targets_triton.COUNTED})
+    yield combination("count_targets_kernel", {}, {"COUNTED": targets_triton.COUNTED})
     for items in (False, True):
         flags = {"HAS_ITEMS": items, "HAS_SUPERVISED": not items, "BLOCK": targets_triton.BLOCK}
         yield combination("clamp_kernel", {}, flags)

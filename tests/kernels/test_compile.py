@@ -135,6 +135,9 @@ class Recorder:
             rows = named["rows"]
             counts[:rows] = named["marks_ptr"].view(rows, -1).sum(1)
             counts[rows:] = 0  # the boundaries are right
+        if self.name == "count_targets_kernel":
+            named["counts_ptr"].zero_()  # no target is outside
+            named["inverse_ptr"].fill_(1.0)
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.variants.add(combination(self.name, pointers, constants))
 

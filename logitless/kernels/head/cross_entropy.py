@@ -22,7 +22,7 @@ which the twin runs on every device. Bias and class weights are converted to thi
 stride. The rows of the logits and of their gradient must be contiguous.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass
 
 import torch
@@ -157,7 +157,6 @@ def logits_gradient(
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
     upstream: Tensor | None = None,  # (1,) or (C,) factor of the gradients
-    unless_one: bool = False,  # whether `gradient` is right already where `upstream` is 1
 ) -> None:
     """Write d loss / d logits to `gradient`; zeros in ignored rows."""
     if uses_triton(logits.device, logits.dtype):
@@ -174,18 +173,13 @@ def logits_gradient(
             ignore_index=ignore_index,
             gradient=gradient,
             upstream=upstream,
-            unless_one=unless_one,
         )
         return
     if upstream is not None:
         grads = TokenBuffers(**{name: grad * upstream for name, grad in grads.items()})
-        upstream = upstream.expand(logits.shape[0])
-    kept = gradient[upstream == 1] if unless_one else None
     _logits_gradient_twin(
         logits, targets, stats, grads, transform, bias, class_weights, ignore_index, gradient
     )
-    if kept is not None:
-        gradient[upstream == 1] = kept
 
 
 def reads_once(logits: Tensor, transform: LogitTransform) -> bool:
@@ -209,14 +203,19 @@ def statistics_and_gradient(
     transform: LogitTransform,
     class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
-) -> None:
+) -> tuple[list[Tensor], Callable[..., None]]:
     """Write the statistics that can have such gradients to `out`, and d loss / d logits to `gradient`.
 
     Only where `reads_once` is True. entropy and is_top1 of `out` are not written.
+
+    Returns:
+        (tensors, write_again). tensors[0] is `logits` and tensors[1] `gradient`. write_again(tensors,
+        upstream, unless_one=...) writes the gradient with the factor `upstream`, (1,) or (C,). With
+        `unless_one`, the rows where it is 1 are not written, because they are right already.
     """
     from logitless.kernels.head import split_rows_triton
 
-    split_rows_triton.statistics_and_gradient(
+    return split_rows_triton.statistics_and_gradient(
         logits,
         targets,
         out,

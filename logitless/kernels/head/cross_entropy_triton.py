@@ -17,6 +17,8 @@ possible:
 Rows of 0.25-0.5 MB do not remain in L2 for a second read. Sums are kept per lane and reduced once per row.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -52,7 +54,7 @@ def head_logits(
         x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
     if HAS_SOFTCAP:
         # tanh(u) = 2 sigmoid(2u) - 1
-        squashed = 2.0 / (1.0 + tl.exp(-2.0 * squash * x)) - 1.0
+        squashed = 2.0 / (1.0 + exp(-2.0 * squash * x)) - 1.0
         z = cap * squashed
         slope = gain * (1.0 - squashed * squashed)
     else:
@@ -450,19 +452,16 @@ def row_pass(
 
 
 def logits_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    stats,
-    grads,
-    *,
-    bias,
-    class_weights,
-    transform,
-    ignore_index,
-    gradient,
-    upstream,
-    unless_one,
-):
+    logits: Tensor, targets: Tensor, stats, grads, *, upstream: Tensor | None, **options
+) -> None:
+    tensors, numbers, constants = gradient_arguments(logits, targets, stats, grads, **options)
+    write_gradient(numbers, constants, tensors, upstream)
+
+
+def gradient_arguments(
+    logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, transform, ignore_index, gradient
+) -> tuple[list[Tensor], tuple, dict]:
+    """Return (tensors, numbers, constexprs) for `write_gradient`."""
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
     unused = stats.lse
@@ -473,30 +472,33 @@ def logits_gradient(
     zeros = stats.lse.new_zeros(stats.lse.shape) if any([x is None for x in needed]) else unused
     g_logp, g_lse, entropy, g_entropy, g_sum = [zeros if x is None else dense(x) for x in factors + others]
     pointers, scalars, flags = vocabulary_arguments(transform, bias, class_weights if extra else None, unused)
+    read = [dense(x) for x in (stats.logps, stats.lse, stats.lse_residual)]
+    return (
+        [logits, gradient, dense(targets), *pointers, *read, entropy, g_logp, g_lse, g_entropy, g_sum],
+        (logits.shape[1], ignore_index, *scalars),
+        flags | {"EXTRA": extra, "ALIAS": gradient.dtype != logits.dtype},
+    )
+
+
+def write_gradient(
+    numbers: tuple,
+    constants: dict,
+    tensors: Sequence[Tensor],
+    upstream: Tensor | None,
+    *,
+    unless_one: bool = False,
+) -> None:
+    """Write the gradient, `tensors[1]`; with `unless_one`, only rows where `upstream` is not 1."""
+    logits, gradient = tensors[:2]
     logits_gradient_kernel[(logits.shape[0],)](
-        logits,
-        gradient,
-        dense(targets),
-        *pointers,
-        dense(stats.logps),
-        dense(stats.lse),
-        dense(stats.lse_residual),
-        entropy,
-        g_logp,
-        g_lse,
-        g_entropy,
-        g_sum,
-        unused if upstream is None else dense(upstream),
+        *tensors,
+        tensors[-1] if upstream is None else dense(upstream),
         logits.stride(0),
         gradient.stride(0),
-        logits.shape[1],
-        ignore_index,
-        *scalars,
-        **flags,
-        EXTRA=extra,
+        *numbers,
+        **constants,
         UPSTREAM=0 if upstream is None else 1 if upstream.numel() == 1 else 2,
         UNLESS_ONE=unless_one,
-        ALIAS=gradient.dtype != logits.dtype,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

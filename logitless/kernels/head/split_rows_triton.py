@@ -16,12 +16,22 @@ a memory fence, which was slower: it reads a word that is still 0 again. The cou
 parts is not ordered with the words: when it is full, a word may still be 0.
 """
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.head.cross_entropy_triton import head_logits, statistics_of_row, vocabulary_arguments
+from logitless.kernels.head.cross_entropy_triton import (
+    gradient_arguments,
+    head_logits,
+    statistics_of_row,
+    vocabulary_arguments,
+    write_gradient,
+)
 from logitless.kernels.head.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
@@ -216,7 +226,7 @@ def runs_on(device: torch.device, V: int, transform) -> bool:
 
 def statistics_and_gradient(
     logits: Tensor, targets: Tensor, out, grads, *, gradient, class_weights, transform, ignore_index
-) -> None:
+) -> tuple[list[Tensor], Callable[..., None]]:
     check_rows(logits=logits, gradient=gradient)
     check_written(**dict(out.items()))
     N, V = logits.shape
@@ -224,13 +234,17 @@ def statistics_and_gradient(
     has_sum = grads.sum_logits is not None
     length = length_of(V, has_softcap=has_softcap)
     parts = triton.cdiv(V, length)
-    g_lse = torch.zeros_like(out.lse) if grads.lse is None else dense(grads.lse)
     weights = class_weights if has_sum else None
     (_, weights), scalars, flags = vocabulary_arguments(transform, None, weights, out.lse)
     # Words for 1 + N counters of 32 bits; an even number, so that the words behind are aligned to 16 bytes.
     counters = 2 * (N // 4 + 1)
-    words = torch.zeros(counters + N * parts * (1 + has_sum), dtype=torch.int64, device=logits.device)
+    published = N * parts * (1 + has_sum)
+    has_lse = grads.lse is not None
+    gradient_of_lse = 0 if has_lse else N // 2 + 1
+    words = torch.zeros(counters + published + gradient_of_lse, dtype=torch.int64, device=logits.device)
     arrivals = words[:counters].view(torch.int32)
+    if not has_lse:
+        grads = replace(grads, lse=words[counters + published :].view(torch.float32)[:N])
     interpreted = triton.knobs.runtime.interpret
     for publishes, finishes in ((True, False), (False, True)) if interpreted else ((True, True),):
         split_rows_kernel[(N * parts,)](
@@ -243,7 +257,7 @@ def statistics_and_gradient(
             out.lse_residual,
             out.sum_logits if has_sum else out.lse,
             dense(grads.logps),
-            g_lse,
+            dense(grads.lse),
             dense(grads.sum_logits) if has_sum else out.lse,
             arrivals,
             words[counters:],
@@ -264,3 +278,15 @@ def statistics_and_gradient(
         )
         if interpreted:
             arrivals.zero_()
+    tensors, *others = gradient_arguments(
+        logits,
+        targets,
+        out,
+        grads,
+        bias=None,
+        class_weights=class_weights,
+        transform=transform,
+        ignore_index=ignore_index,
+        gradient=gradient,
+    )
+    return tensors, functools.partial(write_gradient, *others)

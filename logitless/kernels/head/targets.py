@@ -75,6 +75,20 @@ def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> 
     return torch.cat((counts, wrong_boundaries(cu_seqlens, N)))
 
 
+def counted_targets(targets: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Count the supervised targets (N,), and those of them that are outside [0, V).
+
+    Returns:
+        ((2,) int64, the counts; (1,) fp32, 1 / the number of supervised targets, 1 if there is none).
+    """
+    if runs_kernels(targets):
+        from logitless.kernels.head import targets_triton
+
+        return targets_triton.counted_targets(targets, V, ignore_index)
+    counts = marked(targets, V, ignore_index).sum(1)
+    return counts, counts[:1].clamp(min=1).to(torch.float32).reciprocal()
+
+
 def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:
     """(1,) bool: whether boundaries (sequences + 1,) do not start at 0, decrease, or do not end at N."""
     falls = (cu_seqlens[1:] < cu_seqlens[:-1]).any()

@@ -114,6 +114,32 @@ def counted(marks: Tensor, N: int, cu_seqlens: Tensor | None) -> Tensor:
 
 
 @cached_launch
+@triton.jit(do_not_specialize=["rows", "V", "ignore_index"])
+def count_targets_kernel(targets_ptr, counts_ptr, inverse_ptr, rows, V, ignore_index, COUNTED: tl.constexpr):
+    supervised = tl.zeros([COUNTED], tl.int32)
+    outside = tl.zeros([COUNTED], tl.int32)
+    for start in range(0, rows, COUNTED):
+        at = start + tl.arange(0, COUNTED)
+        y = tl.load(targets_ptr + at, mask=at < rows, other=ignore_index)
+        is_supervised = y != ignore_index
+        supervised += is_supervised.to(tl.int32)
+        outside += (is_supervised & ((y < 0) | (y >= V))).to(tl.int32)
+    count = tl.sum(supervised, 0)
+    tl.store(counts_ptr, count.to(tl.int64))
+    tl.store(counts_ptr + 1, tl.sum(outside, 0).to(tl.int64))
+    tl.store(inverse_ptr, tl.div_rn(1.0, tl.maximum(count, 1).to(tl.float32)))
+
+
+def counted_targets(targets: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    targets = dense(targets, torch.int64)
+    counts = torch.empty(2, dtype=torch.int64, device=targets.device)
+    inverse = torch.empty(1, dtype=torch.float32, device=targets.device)
+    operands = (targets, counts, inverse, targets.shape[0], V, ignore_index)
+    count_targets_kernel[(1,)](*operands, COUNTED=COUNTED, num_warps=WARPS)
+    return counts, inverse
+
+
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def one_per_position_kernel(
     ids_ptr, found_ptr, rows, k, ignore_index, POSITIONS: tl.constexpr, SLOTS: tl.constexpr

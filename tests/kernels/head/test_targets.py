@@ -8,6 +8,7 @@ import torch
 from logitless.kernels.head.targets import (
     clamped,
     counted,
+    counted_targets,
     marked,
     masked,
     one_per_position,
@@ -34,6 +35,19 @@ def test_marks(N, ignore_index):
         actual = marked(targets.to(kind), V, ignore_index, strided(others))
         assert torch.equal(actual[:2], torch.stack((supervised, outside)))
         assert torch.equal(actual[2:], others & supervised)
+
+
+@pytest.mark.parametrize("N", [0, 1, 7, 9000])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 5])
+def test_counts_of_targets(N, ignore_index):
+    V, random = 11, Random(N)
+    targets = random.integers(V + 4, N) - 2
+    targets[::3] = ignore_index
+    for kind in (torch.int64, torch.int32):
+        counts, inverse = counted_targets(strided(targets.to(kind)), V, ignore_index)
+        supervised = [y for y in targets.tolist() if y != ignore_index]
+        assert counts.tolist() == [len(supervised), sum(not 0 <= y < V for y in supervised)]
+        assert inverse.tolist() == [(1 / torch.tensor(max(len(supervised), 1.0))).item()]
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 7), (3000,)], ids=str)
