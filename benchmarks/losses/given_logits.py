@@ -113,12 +113,12 @@ def run(
     cases = {COPY: case(None)} | {name: case(compute) for name, compute in right.items()}
     behind = interleave(cases, device, seconds=seconds / 2, ahead=products(device))
     idle = interleave(cases, device, seconds=seconds / 2)
-    copy, idle_copy = median(behind[COPY]), median(idle[COPY])
+    copy = median(behind[COPY])
     gpu_copy = gpu_ms(cases[COPY], device)
     document |= {
         "shape": {"N": N, "V": V},
         "copy_ms": copy,
-        "idle_copy_ms": idle_copy,
+        "idle_copy_ms": median(idle[COPY]),
         "logits_bytes": source.nbytes,
     }
     if gpu_copy:  # not if the profiler sees nothing
@@ -127,7 +127,6 @@ def run(
         rows[name] |= spread(behind[name])
         rows[name]["of_copy"] = rows[name]["ms"] / copy
         rows[name]["idle_ms"] = median(idle[name])
-        rows[name]["idle_of_copy"] = rows[name]["idle_ms"] / idle_copy
         if gpu_copy:
             rows[name]["gpu_ms"] = gpu_ms(cases[name], device)
             rows[name]["gpu_of_copy"] = rows[name]["gpu_ms"] / gpu_copy
@@ -183,19 +182,20 @@ def row(name: str, compute: Callable, source: Tensor, targets: Tensor, gradient:
 
 
 def table(document: dict, form: str = "simple") -> str:
-    body = [[COPY, f"{document['copy_ms']:.2f}", "1.00", "1.00", "1.00", "", ""]]
+    idle = f"{document['idle_copy_ms']:.2f}"
+    body = [[COPY, f"{document['copy_ms']:.2f}", "1.00", "1.00", idle, "", ""]]
     for each in document["rows"]:
         numbers = [each["verdict"], "", "", "", ""]
         if "ms" in each:
             # The logits are there before the call.
             memory = text(gib(each["peak_bytes"]), "{:.2f}")
-            copies = [text(each.get(key), "{:.2f}") for key in ("of_copy", "idle_of_copy", "gpu_of_copy")]
-            numbers = [f"{each['ms']:.2f}", *copies, memory]
+            ratios = [text(each.get(key), "{:.2f}") for key in ("of_copy", "gpu_of_copy")]
+            numbers = [f"{each['ms']:.2f}", *ratios, f"{each['idle_ms']:.2f}", memory]
         body.append([each["name"], *numbers, text(each.get("gradient_error"), "{:.0e}")])
-    ratios = ["copies", "copies, idle GPU", "copies, GPU alone"]
-    headers = ["implementation", "ms", *ratios, "GiB", "gradient error"]
+    times = ["ms", "copies", "copies, GPU alone", "ms, idle GPU"]
+    headers = ["implementation", *times, "GiB", "gradient error"]
     if "copy_gpu_ms" not in document:
-        headers, *body = [cells[:4] + cells[5:] for cells in (headers, *body)]
+        headers, *body = [cells[:3] + cells[4:] for cells in (headers, *body)]
     return tabulate(body, headers, tablefmt=form, disable_numparse=True)
 
 
@@ -207,8 +207,8 @@ def for_page(document: dict, source: str) -> str:
         f"One {document['device']}, {document['date'][:10]}, {shape['N']:,} x {shape['V']:,} logits in bf16: "
         "forward and backward pass of a call that the host makes while the GPU still computes other work, as "
         "it computes the forward pass of a model. Copies: the time divided by the time of a copy of the "
-        "logits, which reads and writes them once. Idle GPU: a call that the GPU waits for."
-        f"{alone} GiB: peak memory beyond the logits."
+        f"logits, which reads and writes them once.{alone} Idle GPU: a call after a rest, in which the GPU "
+        "waits for the host. The upstream gradient is 1. GiB: peak memory beyond the logits."
     )
     return f"{table(document, 'github')}\n\n{how}\n\n{source}"
 

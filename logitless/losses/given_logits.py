@@ -8,7 +8,6 @@ the logits. The host waits for the counts of invalid targets at the end of the f
 reads the logits.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -151,8 +150,8 @@ def cross_entropy(
         if inplace or not _reads_once(flat, loss):
             values = _Losses.apply(flat, loss, batch, factor, inplace)
         else:
-            over = inverse if loss.reduction == "mean" else factor
-            values = _LinearLosses.apply(flat, loss, batch, factor, over)
+            token_factor = inverse if loss.reduction == "mean" else factor
+            values = _LinearLosses.apply(flat, loss, batch, factor, token_factor)
     else:
         _, stats = _statistics(flat, loss, batch)
         values, _ = _evaluated(loss, dict(stats.items()), batch, factor, differentiate=False)
@@ -260,8 +259,9 @@ def _counts(
     """Start to copy the numbers that `_check_counts` checks.
 
     Returns:
-        (the copy, (1,) fp32: 1 / the number of supervised tokens). Under torch.compile and while a CUDA graph
-        is captured, the numbers are asserted on the device, and the copy is None; under torch.compile both.
+        (the copy; (1,) fp32: 1 / the number of supervised tokens, 1 if there is none). Under torch.compile,
+        both are None. While a CUDA graph is captured, the copy is None, and the numbers are asserted on the
+        device, as under torch.compile.
     """
     inverse = None
     if not torch.compiler.is_compiling():
@@ -402,7 +402,8 @@ class _Losses(torch.autograd.Function):
 class _LinearLosses(torch.autograd.Function):
     """Logits (N, V) -> the result of `_evaluated`, where `_reads_once` is True.
 
-    `over` is the factor of a token's loss if no token has a weight: 1 or a tensor.
+    `factor` is that of the reduced loss. `token_factor`, 1 or a tensor, is that of the loss of a token, which
+    is read only without token weights and class weights.
     """
 
     @staticmethod
@@ -412,11 +413,11 @@ class _LinearLosses(torch.autograd.Function):
         loss: GivenLogitsLoss,
         batch: Batch,
         factor: float | Tensor,
-        over: float | Tensor,
+        token_factor: float | Tensor,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         rows, stats = _allocated(logits, loss)
-        gradients = _known_gradients(loss, batch, factor, over)
+        gradients = _known_gradients(loss, batch, factor, token_factor)
         # For an upstream gradient of 1. It is saved like every tensor, so that checkpoints and offloading see
         # it.
         gradient = torch.empty_like(rows)
@@ -453,28 +454,20 @@ def _reads_once(logits: Tensor, loss: GivenLogitsLoss) -> bool:
 
 
 def _known_gradients(
-    loss: GivenLogitsLoss, batch: Batch, factor: float | Tensor, over: float | Tensor
+    loss: GivenLogitsLoss, batch: Batch, factor: float | Tensor, token_factor: float | Tensor
 ) -> dict[str, Tensor]:
     """(N,) the gradient of a linear loss to each of its statistics, whatever these are."""
     targets = batch.given_targets
     of_tokens = {"size": targets.shape, "dtype": torch.float32, "device": targets.device}
-    if batch.class_weights is None and batch.token_weights is None:
-        coefficients = _coefficients(loss, batch.V).items()
-        if isinstance(over, Tensor):
-            return {name: over.expand(targets.shape) * x for name, x in coefficients}
-        return {name: torch.full(fill_value=x, **of_tokens) for name, x in coefficients}
-    statistics = dict.fromkeys(loss.differentiates, torch.zeros(**of_tokens))
-    return _evaluated(loss, statistics, batch, factor, differentiate=True)[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _coefficients(loss: GivenLogitsLoss, V: int) -> dict[str, float]:
-    """The gradient of one token's loss, without weights, to each of its statistics."""
-    zero = torch.zeros(1, dtype=torch.float64, device="cpu")
-    batch = Batch(zero.long(), V, dict.fromkeys(("class_weights", "token_weights")))
-    statistics = dict.fromkeys(loss.differentiates, zero)
-    _, gradients = _evaluated(loss, statistics, batch, 1.0, differentiate=True)
-    return {name: x.item() for name, x in gradients.items()}
+    if batch.class_weights is not None or batch.token_weights is not None:
+        statistics = dict.fromkeys(loss.differentiates, torch.zeros(**of_tokens))
+        return _evaluated(loss, statistics, batch, factor, differentiate=True)[1]
+    epsilon = loss.label_smoothing
+    coefficients = {"logps": epsilon - 1, "lse": epsilon, "sum_logits": -epsilon / batch.V}
+    if isinstance(token_factor, Tensor):
+        factors = token_factor.expand(targets.shape)
+        return {name: factors * coefficients[name] for name in loss.differentiates}
+    return {name: torch.full(fill_value=coefficients[name], **of_tokens) for name in loss.differentiates}
 
 
 def _check_not_differentiated() -> None:

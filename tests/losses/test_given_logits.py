@@ -14,6 +14,7 @@ from logitless.losses import given_logits
 from tests.support import DEVICE, captured_step, relative_error
 
 V = 23
+DTYPES = (torch.float32, torch.float64)  # the kernels run in fp32, their twins in both
 OPTIONS = (
     {},
     {"label_smoothing": 0.2, "z_loss": 0.1},
@@ -63,7 +64,7 @@ def given(*shape: int, dtype=torch.float64, seed: int = 0):
     return logits.requires_grad_(), targets, weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("names", WEIGHTS, ids=lambda x: "+".join(x) or "plain")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -185,9 +186,10 @@ def test_what_autograd_needs_again_after_inplace():
         square.sum().backward()
 
 
-def test_targets_that_change_before_the_backward_pass():
-    logits, targets, weights = given(6)
-    weights = weights["class_weights"]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_targets_that_change_before_the_backward_pass(dtype):
+    logits, targets, weights = given(6, dtype=dtype)
+    weights = weights["class_weights"].to(dtype)
     for changed, options in ((targets, {}), (weights, {"class_weights": weights, "label_smoothing": 0.1})):
         loss = cross_entropy(logits, targets, **options)
         changed.zero_()
@@ -219,14 +221,16 @@ def test_autocast_rounds_nothing():
             assert relative_error(function(logits, targets, **options), expected) < 1e-5
 
 
-def test_the_host_waits_after_the_statistics_are_launched(monkeypatch):
-    logits, targets, _ = given(6)
-    order, statistics, read = [], given_logits.kernels.token_statistics, HostCopy.tolist
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_host_waits_after_the_statistics_are_launched(dtype, monkeypatch):
+    logits, targets, _ = given(6, dtype=dtype)
+    order, kernels, read = [], given_logits.kernels, HostCopy.tolist
 
     def noted(name, function):
         return lambda *operands, **options: (order.append(name), function(*operands, **options))[1]
 
-    monkeypatch.setattr(given_logits.kernels, "token_statistics", noted("statistics", statistics))
+    for name in ("token_statistics", "statistics_and_gradient"):
+        monkeypatch.setattr(kernels, name, noted("statistics", getattr(kernels, name)))
     monkeypatch.setattr(HostCopy, "tolist", noted("host", read))
     for options in ({}, {"num_items": torch.tensor(7, device=DEVICE)}, {"reduction": "none"}):
         order.clear()
@@ -264,8 +268,9 @@ def test_capture(options, compiles_on, monkeypatch):
         torch.testing.assert_close(captured, step())
 
 
-def test_not_differentiable_twice():
-    logits, targets, _ = given(6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_not_differentiable_twice(dtype):
+    logits, targets, _ = given(6, dtype=dtype)
     with pytest.raises(RuntimeError, match="^create_graph: expected False"):
         torch.autograd.grad(cross_entropy(logits, targets), logits, create_graph=True)
 

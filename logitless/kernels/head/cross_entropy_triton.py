@@ -454,45 +454,47 @@ def row_pass(
 def logits_gradient(
     logits: Tensor, targets: Tensor, stats, grads, *, upstream: Tensor | None, **options
 ) -> None:
-    tensors, numbers, constants = gradient_arguments(logits, targets, stats, grads, **options)
-    write_gradient(numbers, constants, tensors, upstream)
+    write_gradient(*gradient_arguments(logits, targets, stats, grads, **options), upstream)
 
 
 def gradient_arguments(
     logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, transform, ignore_index, gradient
 ) -> tuple[list[Tensor], tuple, dict]:
-    """Return (tensors, numbers, constexprs) for `write_gradient`."""
+    """Return (tensors, numbers, constants) for `write_gradient`."""
     extra = grads.entropy is not None or grads.sum_logits is not None
-    check_rows(logits=logits, gradient=gradient)
     unused = stats.lse
     # 0 times an entropy that was not computed may be NaN.
     factors = [grads.logps, grads.lse]
     others = [None if grads.entropy is None else stats.entropy, grads.entropy, grads.sum_logits]
     needed = factors + others if extra else factors
     zeros = stats.lse.new_zeros(stats.lse.shape) if any([x is None for x in needed]) else unused
-    g_logp, g_lse, entropy, g_entropy, g_sum = [zeros if x is None else dense(x) for x in factors + others]
+    g_logp, g_lse, entropy, g_entropy, g_sum = [zeros if x is None else x for x in factors + others]
     pointers, scalars, flags = vocabulary_arguments(transform, bias, class_weights if extra else None, unused)
-    read = [dense(x) for x in (stats.logps, stats.lse, stats.lse_residual)]
+    read = [stats.logps, stats.lse, stats.lse_residual]
     return (
-        [logits, gradient, dense(targets), *pointers, *read, entropy, g_logp, g_lse, g_entropy, g_sum],
+        [logits, gradient, targets, *pointers, *read, entropy, g_logp, g_lse, g_entropy, g_sum],
         (logits.shape[1], ignore_index, *scalars),
         flags | {"EXTRA": extra, "ALIAS": gradient.dtype != logits.dtype},
     )
 
 
 def write_gradient(
+    tensors: Sequence[Tensor],
     numbers: tuple,
     constants: dict,
-    tensors: Sequence[Tensor],
     upstream: Tensor | None,
     *,
     unless_one: bool = False,
 ) -> None:
     """Write the gradient, `tensors[1]`; with `unless_one`, only rows where `upstream` is not 1."""
-    logits, gradient = tensors[:2]
+    logits, gradient, *vectors = tensors
+    check_rows(logits=logits, gradient=gradient)
+    vectors = [dense(x) for x in vectors]
     logits_gradient_kernel[(logits.shape[0],)](
-        *tensors,
-        tensors[-1] if upstream is None else dense(upstream),
+        logits,
+        gradient,
+        *vectors,
+        vectors[-1] if upstream is None else dense(upstream),
         logits.stride(0),
         gradient.stride(0),
         *numbers,

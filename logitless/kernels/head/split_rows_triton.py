@@ -16,8 +16,7 @@ a memory fence, which was slower: it reads a word that is still 0 again. The cou
 parts is not ordered with the words: when it is full, a word may still be 0.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -278,7 +277,7 @@ def statistics_and_gradient(
         )
         if interpreted:
             arrivals.zero_()
-    tensors, *others = gradient_arguments(
+    tensors, numbers, constants = gradient_arguments(
         logits,
         targets,
         out,
@@ -289,4 +288,12 @@ def statistics_and_gradient(
         ignore_index=ignore_index,
         gradient=gradient,
     )
-    return tensors, functools.partial(write_gradient, *others)
+    # Several operands may be the same tensor, which autograd saves once.
+    distinct = list({id(x): x for x in tensors}.values())
+    order = [next(i for i, each in enumerate(distinct) if each is x) for x in tensors]
+
+    def write_again(distinct: Sequence[Tensor], upstream: Tensor, *, unless_one: bool) -> None:
+        operands = [distinct[i] for i in order]
+        write_gradient(operands, numbers, constants, upstream, unless_one=unless_one)
+
+    return distinct, write_again

@@ -229,8 +229,35 @@ def test_checkpoints_and_offloading_see_the_gradient(length):
     assert function.name() == "_LinearLossesBackward"
     assert not any(isinstance(x, torch.Tensor) for x in vars(function).values())
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
+    assert len(packed) == len({x.data_ptr() for x in packed})  # nothing is saved twice
     again = torch.utils.checkpoint.checkpoint(cross_entropy, logits, targets, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again, logits)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_saved_tensors_come_back_with_other_strides(length, options):
+    logits, targets = torch.randn(5, 300, device=DEVICE).requires_grad_(), torch.arange(5, device=DEVICE)
+    (expected,) = torch.autograd.grad(cross_entropy(logits, targets, **options), logits)
+    packed = []
+
+    def pack(x):
+        packed.append(torch.stack((x, x), 1) if x.dim() == 1 else torch.cat((x, x), 1))
+        return len(packed) - 1, x.shape
+
+    def unpack(saved):
+        i, shape = saved
+        return packed[i][:, 0] if len(shape) == 1 else packed[i][:, : shape[1]]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = cross_entropy(logits, targets, **options)
+    (actual,) = torch.autograd.grad(0.5 * loss, logits, retain_graph=True)
+    torch.testing.assert_close(actual, 0.5 * expected)
+    # With an upstream gradient of 1, the backward pass writes nothing to the saved gradient.
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = cross_entropy(logits, targets, **options)
+    (gradient,) = [x for x in packed[len(packed) // 2 :] if x.shape == (5, 600) and not x.equal(packed[0])]
+    gradient.fill_(7.0)
+    assert (torch.autograd.grad(loss, logits)[0] == 7.0).all()
 
 
 def test_losses_that_are_not_linear_read_the_logits_twice(monkeypatch):
