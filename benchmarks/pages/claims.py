@@ -615,11 +615,6 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "and torch.compile with H 4,096 and V 151,936 ({} and {})",
-        tuple(ce(8, name, "hot_ratio") for name in ("torch.compile", "logitless")),
-    ),
-    Claim(
-        BENCHMARKS,
         "a step of a 0.6B model is {}% shorter for SFT, {}% for ORPO and {}% for DPO",
         tuple(shorter(STEPS, place, "TRL", "logitless") for place in (1, 3, 5)),
     ),
