@@ -96,8 +96,11 @@ def plot(
             whole, origin(whole, *operators)
         )
     for name, (page, table) in ELSEWHERE.items():
-        found_steps = every(name, results, partial=name in ("recipes", "small"))
-        runs = [table(run[1], origin(run[1], run)) for run in found_steps]
+        # By the names of the files, so that a new run does not move a table.
+        ordered = sorted(
+            every(name, results, partial=name in ("recipes", "small")), key=lambda run: run[0].stem
+        )
+        runs = [table(run[1], origin(run[1], run)) for run in ordered]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
     if proofs := every("convergence", results, partial=True):
