@@ -421,7 +421,7 @@ class _LinearLosses(torch.autograd.Function):
         # For an upstream gradient of 1. It is saved like every tensor, so that checkpoints and offloading see
         # it.
         gradient = torch.empty_like(rows)
-        tensors, ctx.write_again = kernels.statistics_and_gradient(
+        values, tensors, ctx.write_again = kernels.statistics_and_gradient(
             rows,
             batch.given_targets,
             stats,
@@ -431,8 +431,6 @@ class _LinearLosses(torch.autograd.Function):
         )
         ctx.save_for_backward(*tensors)
         ctx.is_first = True
-        first, *others = [gradients[name] * getattr(stats, name) for name in loss.differentiates]
-        values = sum(others, first)
         return values if loss.reduction == "none" else values.sum().view(1)
 
     @staticmethod

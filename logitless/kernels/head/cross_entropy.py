@@ -203,15 +203,16 @@ def statistics_and_gradient(
     transform: LogitTransform,
     class_weights: Tensor | None = None,  # (V,) weights of sum_logits; None: 1
     ignore_index: int = -100,
-) -> tuple[list[Tensor], Callable[..., None]]:
+) -> tuple[Tensor, list[Tensor], Callable[..., None]]:
     """Write the statistics that can have such gradients to `out`, and d loss / d logits to `gradient`.
 
     Only where `reads_once` is True. entropy and is_top1 of `out` are not written.
 
     Returns:
-        (tensors, write_again). tensors[0] is `logits` and tensors[1] `gradient`. write_again(tensors,
-        upstream, unless_one=...) writes the gradient with the factor `upstream`, (1,) or (C,). With
-        `unless_one`, the rows where it is 1 are not written, because they are right already.
+        (values, tensors, write_again). values (C,): the sum of the statistics times their gradients, which is
+        the loss of a row. tensors[0] is `logits` and tensors[1] `gradient`. write_again(tensors, upstream,
+        unless_one=...) writes the gradient with the factor `upstream`, (1,) or (C,). With `unless_one`, the
+        rows where it is 1 are not written, because they are right already.
     """
     from logitless.kernels.head import split_rows_triton
 

@@ -82,6 +82,7 @@ def split_rows_kernel(
     lse_ptr,
     lse_residual_ptr,
     sum_logits_ptr,
+    values_ptr,
     g_logp_ptr,
     g_lse_ptr,
     g_sum_ptr,
@@ -130,6 +131,7 @@ def split_rows_kernel(
                 tl.store(logps_ptr + row, 0.0)
                 tl.store(lse_ptr + row, 0.0)
                 tl.store(lse_residual_ptr + row, 0.0)
+                tl.store(values_ptr + row, 0.0)
                 if SUM:
                     tl.store(sum_logits_ptr + row, 0.0)
         return
@@ -177,9 +179,14 @@ def split_rows_kernel(
             tl.store(logps_ptr + row, logp)
             tl.store(lse_ptr + row, lse)
             tl.store(lse_residual_ptr + row, residual)
+            # 0 times the infinite lse of an infinite logit is NaN.
+            value = g_logp * logp + tl.where(g_lse == 0.0, 0.0, g_lse * lse)
             if SUM:
                 all_weighted, unused = published(words_ptr + PARTS, k, PARTS)
-                tl.store(sum_logits_ptr + row, tl.sum(all_weighted, 0))
+                sum_logits = tl.sum(all_weighted, 0)
+                tl.store(sum_logits_ptr + row, sum_logits)
+                value += tl.load(g_sum_ptr + row) * sum_logits
+            tl.store(values_ptr + row, value)
         scale = (g_lse - g_logp) / total
         if HAS_SOFTCAP:
             # The slope 1 - (z / cap)^2 is computed from z, and the exponentials again: neither is kept.
@@ -225,7 +232,7 @@ def runs_on(device: torch.device, V: int, transform) -> bool:
 
 def statistics_and_gradient(
     logits: Tensor, targets: Tensor, out, grads, *, gradient, class_weights, transform, ignore_index
-) -> tuple[list[Tensor], Callable[..., None]]:
+) -> tuple[Tensor, list[Tensor], Callable[..., None]]:
     check_rows(logits=logits, gradient=gradient)
     check_written(**dict(out.items()))
     N, V = logits.shape
@@ -244,6 +251,7 @@ def statistics_and_gradient(
     arrivals = words[:counters].view(torch.int32)
     if not has_lse:
         grads = replace(grads, lse=words[counters + published :].view(torch.float32)[:N])
+    values = torch.empty_like(out.lse)
     interpreted = triton.knobs.runtime.interpret
     for publishes, finishes in ((True, False), (False, True)) if interpreted else ((True, True),):
         split_rows_kernel[(N * parts,)](
@@ -255,6 +263,7 @@ def statistics_and_gradient(
             out.lse,
             out.lse_residual,
             out.sum_logits if has_sum else out.lse,
+            values,
             dense(grads.logps),
             dense(grads.lse),
             dense(grads.sum_logits) if has_sum else out.lse,
@@ -296,4 +305,4 @@ def statistics_and_gradient(
         operands = [distinct[i] for i in order]
         write_gradient(operands, numbers, constants, upstream, unless_one=unless_one)
 
-    return distinct, write_again
+    return values, distinct, write_again

@@ -80,10 +80,14 @@ def test_the_definitions(length, dtype, names, transform, is_weighted):
     out = allocate_stats(names, N, torch.float32, DEVICE)
     gradient = torch.full_like(logits, torch.nan)
     options = {"transform": transform, "class_weights": weights, "ignore_index": IGNORED}
-    statistics_and_gradient(logits, targets, out, TokenBuffers(**grads), gradient=gradient, **options)
+    values, *_ = statistics_and_gradient(
+        logits, targets, out, TokenBuffers(**grads), gradient=gradient, **options
+    )
     stats, truth = expected(logits, targets, grads, transform, weights)
     for name in names:
         assert relative_error(getattr(out, name), stats[name]) < 1e-6, name
+    assert values[1] == 0  # ignored
+    assert relative_error(values, sum(grads[name] * stats[name] for name in names)) < 1e-5
     assert not gradient[1].any()
     eps = torch.finfo(dtype).eps
     # The gradient of a confident token underflows in fp16.
