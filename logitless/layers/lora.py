@@ -289,8 +289,28 @@ def apply_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple
     for _, group in itertools.groupby(projections, _scale_dropout_rank):
         members = list(group)
         adapters = [each.a for each in members] + [each.b for each in members]
-        results += _Projections.apply(cast, uncast, members, *adapters)
+        inputs: list[Tensor] = []
+        outputs = _Projections.apply(cast, uncast, members, inputs, *adapters)
+        # Only now, because the recomputation of an activation checkpoint ends when the last tensor is saved.
+        _write_results(outputs, members, *inputs)
+        results += outputs
     return results
+
+
+@torch.no_grad()
+def _write_results(
+    outputs: Sequence[Tensor], members: Sequence[LoraProjection], rows: Tensor, h: Tensor, *many_b: Tensor
+) -> None:
+    """Write the results (..., O) of projections of rows (N, K), given h (N, n r)."""
+    for output, member, part, b in zip(
+        outputs, members, _chunks(h, len(members), 1), _each_b(many_b, members)
+    ):
+        y = output.detach().view(-1, b.shape[0])
+        if member.bias is None:
+            torch.mm(part, b.t(), out=y)
+        else:
+            torch.addmm(member.bias.to(rows.dtype), part, b.t(), out=y)
+        y.addmm_(rows, _as_matrix(member, rows.dtype).t())
 
 
 class _Projections(torch.autograd.Function):
@@ -302,10 +322,12 @@ class _Projections(torch.autograd.Function):
 
     `adapters` are all A, then all B. Frozen weights are neither arguments nor saved for the backward pass:
     every argument and every saved tensor takes host time, most of all under activation checkpointing.
+
+    The forward pass only allocates its outputs. It appends the arguments of `_write_results` to `inputs`.
     """
 
     @staticmethod
-    def forward(ctx, x, uncast, members, *adapters):
+    def forward(ctx, x, uncast, members, inputs, *adapters):
         n = len(members)
         scale, p = members[0].scale, members[0].dropout
         scale /= 1 - p  # of the masked x, which is not rounded
@@ -317,25 +339,16 @@ class _Projections(torch.autograd.Function):
             masks = lora_dropout.project(rows, p, n, a, scale, h)
         else:
             scaled_product(rows, a.t(), scale, h)
-        results = []
-        for member, part, b in zip(members, _chunks(h, n, 1), _each_b(many_b, members)):
-            # Not a view: the caller may change it in place.
-            result = x.new_empty(*x.shape[:-1], b.shape[0])
-            y = result.view(-1, b.shape[0])
-            weight = _as_matrix(member, x.dtype).t()
-            if member.bias is None:
-                torch.mm(part, b.t(), out=y)
-            else:
-                torch.addmm(member.bias.to(x.dtype), part, b.t(), out=y)
-            y.addmm_(rows, weight)
-            results.append(result)
+        inputs += [rows, h, *many_b]
+        # Not views: the caller may change them in place.
+        outputs = [x.new_empty(*x.shape[:-1], member.b.shape[0]) for member in members]
         ctx.set_materialize_grads(False)
-        trains_a = any(ctx.needs_input_grad[3 : 3 + n])
+        trains_a = any(ctx.needs_input_grad[4 : 4 + n])
         ctx.save_for_backward(x if trains_a else None, h, masks, a, *many_b)
         ctx.members, ctx.versions = members, _versions(members)
         ctx.scale, ctx.shape = scale, x.shape
         ctx.d_x_dtype = x.dtype if uncast is None else uncast.dtype
-        return tuple(results)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -349,7 +362,7 @@ class _Projections(torch.autograd.Function):
                 "operation: the base weight of a LoRA layer"
             )
         x, h, masks, a, *many_b = ctx.saved_tensors
-        needs_cast, needs_uncast, _, *needs = ctx.needs_input_grad
+        needs_cast, needs_uncast, _, _, *needs = ctx.needs_input_grad
         needs_x, needs_a, needs_b = needs_cast or needs_uncast, needs[:n], needs[n:]
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
@@ -387,7 +400,7 @@ class _Projections(torch.autograd.Function):
                     accumulate(d_x, d_y, _as_matrix(member, h.dtype), first=False)
             d_x = d_x.view(ctx.shape)
         d_inputs = (None, d_x) if needs_uncast else (d_x, None)
-        return *d_inputs, None, *d_a, *d_b
+        return *d_inputs, None, None, *d_a, *d_b
 
 
 def _versions(members: list[LoraProjection]) -> list[int | None]:

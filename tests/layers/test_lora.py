@@ -431,6 +431,29 @@ def test_a_result_can_be_changed_in_place():
     assert layer_of(model, "first").lora_A.default.weight.grad.norm() > 0
 
 
+@pytest.mark.parametrize("p", [0, 0.1], ids=["", "dropout"])
+def test_a_checkpoint_does_not_compute_its_last_projection_again(p, monkeypatch):
+    """As with nn.Linear: the recomputation ends with the last saved tensor, and the result is not saved."""
+    model = block(lora_dropout=p)
+    fuse_layers(model)
+    layer = layer_of(model, "first")
+    writes = []
+    write = lora._write_results
+    monkeypatch.setattr(lora, "_write_results", lambda *operands: writes.append(write(*operands)))
+    found = []
+    for forward in (layer, functools.partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False)):
+        x = torch.ones(3, 24, requires_grad=True)
+        model.zero_grad(set_to_none=True)
+        writes.clear()
+        torch.manual_seed(0)
+        y = forward(x)
+        y.square().sum().backward()
+        assert len(writes) == 1
+        found.append([y, x.grad, layer.lora_A.default.weight.grad, layer.lora_B.default.weight.grad])
+    for actual, expected in zip(found[1], found[0], strict=True):
+        assert torch.equal(actual, expected) and expected.norm() > 0
+
+
 class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
