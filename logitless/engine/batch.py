@@ -92,6 +92,8 @@ class Batch:
         self.vocabulary = vocabulary or WHOLE_VOCABULARY
         self._sequences = sequences or WHOLE_SEQUENCES
         self.ignore_index = ignore_index
+        if ignore_index is None:
+            self.ignored = None
         self.names = tuple(inputs)
         self.absent = tuple([name for name, x in inputs.items() if x is None])
         for name, value in inputs.items():
@@ -115,7 +117,7 @@ class Batch:
 
     @cached_property
     def ignored(self) -> Tensor | None:
-        return None if self.ignore_index is None else self.given_targets == self.ignore_index
+        return self.given_targets == self.ignore_index
 
     @cached_property
     def targets(self) -> Tensor:

@@ -297,20 +297,20 @@ def apply_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple
     return results
 
 
-@torch.no_grad()
 def _write_results(
     outputs: Sequence[Tensor], members: Sequence[LoraProjection], rows: Tensor, h: Tensor, *many_b: Tensor
 ) -> None:
     """Write the results (..., O) of projections of rows (N, K), given h (N, n r)."""
-    for output, member, part, b in zip(
-        outputs, members, _chunks(h, len(members), 1), _each_b(many_b, members)
-    ):
-        y = output.detach().view(-1, b.shape[0])
-        if member.bias is None:
-            torch.mm(part, b.t(), out=y)
-        else:
-            torch.addmm(member.bias.to(rows.dtype), part, b.t(), out=y)
-        y.addmm_(rows, _as_matrix(member, rows.dtype).t())
+    parts = zip(outputs, members, _chunks(h, len(members), 1), _each_b(many_b, members))
+    with torch.no_grad():
+        for output, member, part, b in parts:
+            y = output.detach().view(-1, b.shape[0])
+            weight = _as_matrix(member, rows.dtype).t()
+            if member.bias is None:
+                torch.mm(part, b.t(), out=y)
+            else:
+                torch.addmm(member.bias.to(rows.dtype), part, b.t(), out=y)
+            y.addmm_(rows, weight)
 
 
 class _Projections(torch.autograd.Function):
