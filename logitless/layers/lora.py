@@ -289,10 +289,10 @@ def apply_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple
     for _, group in itertools.groupby(projections, _scale_dropout_rank):
         members = list(group)
         adapters = [each.a for each in members] + [each.b for each in members]
-        inputs: list[Tensor] = []
-        outputs = _Projections.apply(cast, uncast, members, inputs, *adapters)
+        written_from: list[Tensor] = []
+        outputs = _Projections.apply(cast, uncast, members, written_from, *adapters)
         # Only now, because the recomputation of an activation checkpoint ends when the last tensor is saved.
-        _write_results(outputs, members, *inputs)
+        _write_results(outputs, members, *written_from)
         results += outputs
     return results
 
@@ -304,17 +304,19 @@ def _write_results(
     parts = zip(outputs, members, _chunks(h, len(members), 1), _each_b(many_b, members))
     with torch.no_grad():
         for output, member, part, b in parts:
-            y = output.detach().view(-1, b.shape[0])
-            weight = _as_matrix(member, rows.dtype).t()
+            y = output.detach().view(-1, b.shape[0])  # the same memory and version counter, no history
             if member.bias is None:
                 torch.mm(part, b.t(), out=y)
             else:
                 torch.addmm(member.bias.to(rows.dtype), part, b.t(), out=y)
-            y.addmm_(rows, weight)
+            y.addmm_(rows, _as_matrix(member, rows.dtype).t())
 
 
 class _Projections(torch.autograd.Function):
-    """n projections of one x: 2 n + 1 products in the forward pass, 3 n + 2 in the backward pass.
+    """n projections of one x: 1 product in the forward pass, 3 n + 2 in the backward pass.
+
+    The forward pass computes h and allocates the outputs, which `_write_results` writes by 2 n products. It
+    appends the arguments of `_write_results` to `written_from`.
 
     Scale, dropout and rank are the same for all. With dropout, the inputs of A differ: see `lora_dropout`.
     Products are written with `out` or in place, to which autocast does not apply. Where `uncast` is not None,
@@ -322,12 +324,10 @@ class _Projections(torch.autograd.Function):
 
     `adapters` are all A, then all B. Frozen weights are neither arguments nor saved for the backward pass:
     every argument and every saved tensor takes host time, most of all under activation checkpointing.
-
-    The forward pass only allocates its outputs. It appends the arguments of `_write_results` to `inputs`.
     """
 
     @staticmethod
-    def forward(ctx, x, uncast, members, inputs, *adapters):
+    def forward(ctx, x, uncast, members, written_from, *adapters):
         n = len(members)
         scale, p = members[0].scale, members[0].dropout
         scale /= 1 - p  # of the masked x, which is not rounded
@@ -339,7 +339,7 @@ class _Projections(torch.autograd.Function):
             masks = lora_dropout.project(rows, p, n, a, scale, h)
         else:
             scaled_product(rows, a.t(), scale, h)
-        inputs += [rows, h, *many_b]
+        written_from += [rows, h, *many_b]
         # Not views: the caller may change them in place.
         outputs = [x.new_empty(*x.shape[:-1], member.b.shape[0]) for member in members]
         ctx.set_materialize_grads(False)

@@ -179,7 +179,7 @@ def split_rows_kernel(
             tl.store(logps_ptr + row, logp)
             tl.store(lse_ptr + row, lse)
             tl.store(lse_residual_ptr + row, residual)
-            # 0 times the infinite lse of an infinite logit is NaN.
+            # g_lse is 0 if the loss does not depend on lse, which is infinite for an infinite logit.
             value = g_logp * logp + tl.where(g_lse == 0.0, 0.0, g_lse * lse)
             if SUM:
                 all_weighted, unused = published(words_ptr + PARTS, k, PARTS)
