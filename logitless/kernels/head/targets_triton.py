@@ -114,7 +114,7 @@ def counted(marks: Tensor, N: int, cu_seqlens: Tensor | None) -> Tensor:
 
 
 @cached_launch
-@triton.jit(do_not_specialize=["rows", "V", "ignore_index"])
+@triton.jit(**OF_CHUNKS)
 def count_targets_kernel(targets_ptr, counts_ptr, inverse_ptr, rows, V, ignore_index, COUNTED: tl.constexpr):
     supervised = tl.zeros([COUNTED], tl.int32)
     outside = tl.zeros([COUNTED], tl.int32)
