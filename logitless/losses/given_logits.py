@@ -180,6 +180,12 @@ class GivenLogitsLoss(CrossEntropyLoss):
         """Whether the loss is a sum of the statistics with constant factors, which are its gradients."""
         return not (self.z_loss or self.dft)
 
+    def coefficients(self, V: int) -> dict[str, float]:
+        """Return the constant factor of each statistic in a linear loss of a token without weights."""
+        epsilon = self.label_smoothing
+        factors = {"logps": epsilon - 1, "lse": epsilon, "sum_logits": -epsilon / V}
+        return {name: factors[name] for name in self.differentiates}
+
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         values = self.values(stats, batch)
         if self.reduction == "mean":
@@ -454,18 +460,17 @@ def _reads_once(logits: Tensor, loss: GivenLogitsLoss) -> bool:
 def _known_gradients(
     loss: GivenLogitsLoss, batch: Batch, factor: float | Tensor, token_factor: float | Tensor
 ) -> dict[str, Tensor]:
-    """(N,) the gradient of a linear loss to each of its statistics, whatever these are."""
+    """Return the gradient (N,) of a linear loss with respect to each statistic."""
     targets = batch.given_targets
     of_tokens = {"size": targets.shape, "dtype": torch.float32, "device": targets.device}
     if batch.class_weights is not None or batch.token_weights is not None:
         statistics = dict.fromkeys(loss.differentiates, torch.zeros(**of_tokens))
         return _evaluated(loss, statistics, batch, factor, differentiate=True)[1]
-    epsilon = loss.label_smoothing
-    coefficients = {"logps": epsilon - 1, "lse": epsilon, "sum_logits": -epsilon / batch.V}
+    coefficients = loss.coefficients(batch.V).items()
     if isinstance(token_factor, Tensor):
         factors = token_factor.expand(targets.shape)
-        return {name: factors * coefficients[name] for name in loss.differentiates}
-    return {name: torch.full(fill_value=coefficients[name], **of_tokens) for name in loss.differentiates}
+        return {name: factors * x for name, x in coefficients}
+    return {name: torch.full(fill_value=x, **of_tokens) for name, x in coefficients}
 
 
 def _check_not_differentiated() -> None:

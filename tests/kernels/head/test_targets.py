@@ -20,12 +20,19 @@ KINDS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 KINDS += (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def with_invalid_ids(V: int, N: int, ignore_index: int) -> tuple[torch.Tensor, Random]:
+    """(N,) targets, of which a third is ignored and some are outside of [0, V); the random numbers."""
+    random = Random(N)
+    targets = random.integers(V + 4, N) - 2
+    targets[::3] = ignore_index
+    return targets, random
+
+
 @pytest.mark.parametrize("N", [0, 1, 7, 3000])
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5])
 def test_marks(N, ignore_index):
-    V, random = 11, Random(N)
-    targets = random.integers(V + 4, N) - 2
-    targets[::3] = ignore_index
+    V = 11
+    targets, random = with_invalid_ids(V, N, ignore_index)
     others = random.uniform(2, N) < 0.5
     supervised = targets != ignore_index
     outside = supervised & ((targets < 0) | (targets > V - 1))
@@ -40,9 +47,8 @@ def test_marks(N, ignore_index):
 @pytest.mark.parametrize("N", [0, 1, 7, 9000])
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5])
 def test_counts_of_targets(N, ignore_index):
-    V, random = 11, Random(N)
-    targets = random.integers(V + 4, N) - 2
-    targets[::3] = ignore_index
+    V = 11
+    targets, _ = with_invalid_ids(V, N, ignore_index)
     for kind in (torch.int64, torch.int32):
         counts, inverse = counted_targets(strided(targets.to(kind)), V, ignore_index)
         supervised = [y for y in targets.tolist() if y != ignore_index]
