@@ -122,7 +122,7 @@ def split_rows_kernel(
     inside = cols < V
     # Issued before the target arrives, although the logits of an ignored row are not needed.
     fill = tl.where(gain < 0, float("inf"), -float("inf"))  # so that its logit is -inf, without a softcap
-    x = tl.load(logits_ptr + cols, mask=inside, other=fill, eviction_policy="evict_first")
+    x = tl.load(logits_ptr + cols, mask=inside, other=fill)
     y = tl.load(targets_ptr + row)
     if y == ignore_index:
         if FINISH:
@@ -202,7 +202,7 @@ def split_rows_kernel(
             else:
                 g += g_sum * slope
         element = grad_ptr.dtype.element_ty
-        tl.store(grad_ptr + cols, g.to(element), mask=inside, eviction_policy="evict_first")
+        tl.store(grad_ptr + cols, g.to(element), mask=inside)
         if is_here:
             g_y = (g_lse * tl.exp(z_y - top) + g_logp * others) / total
             if SUM:
