@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that are not here, under the Triton that PYTHONPATH names.
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
-compiled for every target under the oldest and the newest supported Triton. Otherwise the variants are
-divided among the targets and both Tritons, so that each is compiled once.
+compiled for every target under the oldest and the newest supported Triton. Otherwise some of the variants, in
+which every value of every option comes, are divided among the targets and both Tritons.
 """
 
 import functools
@@ -102,16 +102,9 @@ def by_target(numbers: Sequence[int], version: str, *, everything: bool) -> dict
     return dict.fromkeys(TARGETS, numbers) if everything else shares
 
 
-def pairwise(variants: Sequence[tuple]) -> list[int]:
-    """Numbers of variants of kernels (the first field) in which every two values of other fields that come
-    together in some variant do so; of a field that is a tuple, every two members."""
-
-    def pairs(kernel: str, *fields: object) -> set[tuple]:
-        each = [x if isinstance(x, tuple) else (x,) for x in fields]
-        values = [(i, x) for i, field in enumerate(each) for x in field]
-        return {(kernel, *pair) for pair in itertools.combinations(values, 2)}
-
-    covers = [pairs(*variant) for variant in variants]
+def with_each_value(variants: Sequence[tuple]) -> list[int]:
+    """Numbers of variants, (kernel, values, ...), in which every value of a kernel comes."""
+    covers = [{(kernel, value) for values in rest for value in values} for kernel, *rest in variants]
     missing, actual = set().union(*covers), []
     while missing:
         actual.append(max(range(len(covers)), key=lambda i: len(covers[i] & missing)))
