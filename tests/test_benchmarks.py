@@ -99,7 +99,13 @@ def rows_of_document(written: dict) -> list[dict]:
     return written.get("rows") or [row for x in sections for row in x["rows"] + x.get("peers", [])]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# What takes ten seconds or more.
+LONG = ("tensor-parallel", "convergence")
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(x, marks=[pytest.mark.slow] if x in LONG else []) for x in COMMANDS]
+)
 def test_command(command, tmp_path, monkeypatch, uncompiled):
     if command in NEED_TRL:
         pytest.importorskip("trl")
@@ -158,6 +164,7 @@ def test_steps_with_lora(tmp_path):
     assert plain["runs"][0]["grad_norms"] != dropped["runs"][0]["grad_norms"]
 
 
+@pytest.mark.slow
 def test_fsdp_command(tmp_path):
     """In a process of its own: its ranks are forked from one that has imported TRL."""
     pytest.importorskip("trl")
