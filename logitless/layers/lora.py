@@ -301,10 +301,10 @@ def _write_results(
     outputs: Sequence[Tensor], members: Sequence[LoraProjection], rows: Tensor, h: Tensor, *many_b: Tensor
 ) -> None:
     """Write the results (..., O) of projections of rows (N, K), given h (N, n r)."""
-    parts = zip(outputs, members, _chunks(h, len(members), 1), _each_b(many_b, members))
+    parts = zip(outputs, members, _chunks(h, len(members), 1), many_b)
     with torch.no_grad():
         for output, member, part, b in parts:
-            y = output.detach().view(-1, b.shape[0])  # the same memory and version counter, no history
+            y = output.view(-1, b.shape[0])  # without history, as gradients are disabled
             if member.bias is None:
                 torch.mm(part, b.t(), out=y)
             else:
@@ -332,7 +332,7 @@ class _Projections(torch.autograd.Function):
         scale, p = members[0].scale, members[0].dropout
         scale /= 1 - p  # of the masked x, which is not rounded
         rows = x.reshape(-1, x.shape[-1])
-        a, many_b = _cast_adapters(adapters[:n], adapters[n:], x.dtype)
+        a, many_b, saved_b = _cast_adapters(adapters[:n], adapters[n:], x.dtype)
         h = rows.new_empty(rows.shape[0], a.shape[0])
         masks = None
         if p:
@@ -344,7 +344,7 @@ class _Projections(torch.autograd.Function):
         outputs = [x.new_empty(*x.shape[:-1], member.b.shape[0]) for member in members]
         ctx.set_materialize_grads(False)
         trains_a = any(ctx.needs_input_grad[4 : 4 + n])
-        ctx.save_for_backward(x if trains_a else None, h, masks, a, *many_b)
+        ctx.save_for_backward(x if trains_a else None, h, masks, a, *saved_b)
         ctx.members, ctx.versions = members, _versions(members)
         ctx.scale, ctx.shape = scale, x.shape
         ctx.d_x_dtype = x.dtype if uncast is None else uncast.dtype
@@ -361,14 +361,14 @@ class _Projections(torch.autograd.Function):
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 "operation: the base weight of a LoRA layer"
             )
-        x, h, masks, a, *many_b = ctx.saved_tensors
+        x, h, masks, a, *saved_b = ctx.saved_tensors
         needs_cast, needs_uncast, _, _, *needs = ctx.needs_input_grad
         needs_x, needs_a, needs_b = needs_cast or needs_uncast, needs[:n], needs[n:]
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
         transposed = [None] * n
-        parts = zip(grads, _chunks(h, n, 1), _chunks(d_h, n, 1), _each_b(many_b, members))
+        parts = zip(grads, _chunks(h, n, 1), _chunks(d_h, n, 1), _each_b(saved_b, members))
         for i, (d_y, part, d_part, b) in enumerate(parts):
             if d_y is None:
                 d_part.zero_()
@@ -420,25 +420,26 @@ def _as_matrix(projection: LoraProjection, dtype: torch.dtype) -> Tensor:
 
 def _cast_adapters(
     many_a: Sequence[Tensor], many_b: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return all A below each other, and all B, which are below each other if they had to be cast."""
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    """Return all A below each other, all B, and the tensors to save for all B: one if they had to be cast."""
     n = len(many_a)
     if all(each.dtype == dtype for each in (*many_a, *many_b)):
-        return torch.cat(many_a) if n > 1 else many_a[0], many_b
+        return torch.cat(many_a) if n > 1 else many_a[0], many_b, many_b
     rank, columns = many_a[0].shape
     heights = [each.shape[0] for each in many_b]
     a = many_a[0].new_empty(n * rank, columns, dtype=dtype)
     b = many_a[0].new_empty(sum(heights), rank, dtype=dtype)
+    parts = b.split_with_sizes(heights) if n > 1 else [b]
     # One kernel.
-    torch._foreach_copy_([*_chunks(a, n, 0), *b.split_with_sizes(heights)], [*many_a, *many_b])
-    return a, [b]
+    torch._foreach_copy_([*_chunks(a, n, 0), *parts], [*many_a, *many_b])
+    return a, parts, [b]
 
 
-def _each_b(many_b: Sequence[Tensor], members: list[LoraProjection]) -> Sequence[Tensor]:
-    """Return the B of each projection, given all B of `_cast_adapters`."""
-    if len(many_b) == len(members):
-        return many_b
-    return many_b[0].split_with_sizes([each.b.shape[0] for each in members])
+def _each_b(saved_b: Sequence[Tensor], members: list[LoraProjection]) -> Sequence[Tensor]:
+    """Return the B of each projection, given the tensors that were saved for them."""
+    if len(saved_b) == len(members):
+        return saved_b
+    return saved_b[0].split_with_sizes([each.b.shape[0] for each in members])
 
 
 def _chunks(x: Tensor, n: int, dim: int) -> Sequence[Tensor]:
