@@ -80,19 +80,23 @@ def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 
 def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """`total[V, H] (+)= d_logits.T @ hidden`, without a (V, H) temporary.
+    """`total[V, H] (+)= d_logits.T @ hidden`; see `add_product`."""
+    add_product(total, d_logits.t(), hidden, first=first)
 
-    The first chunk overwrites `total`, and later chunks add to it.
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """`total (+)= a @ b`, without a temporary of the size of `total`, whose dtype may be wider.
+
+    The first product overwrites `total`, and later ones add to it.
     """
-    transposed = d_logits.t()
-    if total.dtype == d_logits.dtype:
-        torch.mm(transposed, hidden, out=total) if first else total.addmm_(transposed, hidden)
-    elif total.dtype == torch.float32 and has_out_dtype(total.device.type, hidden.dtype):
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif total.dtype == torch.float32 and has_out_dtype(total.device.type, b.dtype):
         if first:
-            torch.mm(transposed, hidden, out_dtype=torch.float32, out=total)
+            torch.mm(a, b, out_dtype=torch.float32, out=total)
         else:
-            torch.addmm(total, transposed, hidden, out_dtype=torch.float32, out=total)
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        wide = hidden.to(total.dtype)
+        wide = b.to(total.dtype)
         for piece in _vocabulary_pieces(total.shape[0]):
-            total[piece].addmm_(transposed[piece].to(total.dtype), wide, beta=0 if first else 1)
+            total[piece].addmm_(a[piece].to(total.dtype), wide, beta=0 if first else 1)

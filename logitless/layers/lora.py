@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from logitless.exchange import is_plain_exchange, state_of, stock_forward
-from logitless.kernels.matmul import accumulate
+from logitless.kernels.matmul import add_product
 from logitless.layers import lora_dropout
 from logitless.layers.fused_forwards import PLAIN_TYPES, is_transformed, is_untouched
 from logitless.layers.lora_dropout import product, scaled_product
@@ -367,7 +367,7 @@ class _Projections(torch.autograd.Function):
         d_h = torch.empty_like(h)
         d_x = h.new_empty(h.shape[0], ctx.shape[-1], dtype=ctx.d_x_dtype) if needs_x else None
         d_a, d_b = [None] * n, [None] * n
-        transposed = [None] * n
+        matrices = [None] * n
         parts = zip(grads, _chunks(h, n, 1), _chunks(d_h, n, 1), _each_b(saved_b, members))
         for i, (d_y, part, d_part, b) in enumerate(parts):
             if d_y is None:
@@ -375,18 +375,17 @@ class _Projections(torch.autograd.Function):
                 continue
             d_y = d_y.reshape(-1, b.shape[0])
             scaled_product(d_y, b, ctx.scale, d_part)
-            transposed[i] = d_y.t()
+            matrices[i] = d_y
             if needs_b[i]:
-                d_b[i] = product(transposed[i], part, members[i].b.dtype)
+                d_b[i] = product(d_y.t(), part, members[i].b.dtype)
         rows = x.reshape(-1, ctx.shape[-1]) if any(needs_a) else None
         dtype = members[0].a.dtype
         gradients = None
         if masks is None:
-            d_h = d_h.t()
             if rows is not None:
-                gradients = product(d_h, rows, dtype)
+                gradients = product(d_h.t(), rows, dtype)
             if needs_x:
-                accumulate(d_x, d_h, a, first=True)
+                add_product(d_x, d_h, a, first=True)
         elif rows is not None or needs_x:
             gradients = lora_dropout.backward(d_h, rows, d_x, masks, a, dtype)
         if gradients is not None:
@@ -395,9 +394,9 @@ class _Projections(torch.autograd.Function):
                 if needs_a[i] and grads[i] is not None:
                     d_a[i] = gradient
         if needs_x:
-            for member, d_y in zip(members, transposed):
+            for member, d_y in zip(members, matrices):
                 if d_y is not None:
-                    accumulate(d_x, d_y, _as_matrix(member, h.dtype), first=False)
+                    add_product(d_x, d_y, _as_matrix(member, h.dtype), first=False)
             d_x = d_x.view(ctx.shape)
         d_inputs = (None, d_x) if needs_uncast else (d_x, None)
         return *d_inputs, None, None, *d_a, *d_b
