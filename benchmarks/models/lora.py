@@ -401,7 +401,8 @@ def table(document: dict, form: str = "simple") -> str:
             apart = [f"{row[f'{name}_difference']:.0e}" for name in APART if f"{name}_difference" in row]
             body.append([row["name"], *times, memory, ", ".join(apart)])
         lines = tabulate(body, HEADERS, tablefmt=form, disable_numparse=True)
-        parts.append(f"{title(section)}{':' if form == 'github' else ''}\n\n{lines}")
+        heading = title(section) + (f", on one {document['device']}:" if form == "github" else "")
+        parts.append(f"{heading}\n\n{lines}")
     return "\n\n".join(parts)
 
 
