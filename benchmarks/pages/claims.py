@@ -550,6 +550,18 @@ CLAIMS = (
     ),
     Claim(
         START,
+        "themselves, which wait for the host, were {} and {} ms longer",
+        tuple(
+            Derived(
+                "with dropout - without",
+                lambda dropped, plain: dropped - plain,
+                (ms("lora.json", 1, name), ms("lora.json", 0, name)),
+            )
+            for name in ("PEFT", "grouped")
+        ),
+    ),
+    Claim(
+        START,
         "GPU computes {} ms longer for a step with PEFT's layers, and {} ms longer with fused ones",
         tuple(
             Derived(
