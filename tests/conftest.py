@@ -78,7 +78,7 @@ def spared() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def reached_from_the_root() -> None:
     """Let torch's loggers pass records on to the root's handlers. For each test, pytest adds a handler to all
-    that do not, which takes a sixth of the time of the small tests."""
+    that do not, which takes a tenth of the time of the small tests."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
