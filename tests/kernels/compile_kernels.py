@@ -8,7 +8,7 @@ No GPU is needed. Which Triton compiles is decided by PYTHONPATH, see `offline.p
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from logitless.kernels.head import (
@@ -114,7 +114,14 @@ def split_combinations() -> Iterator[Combination]:
         flags = {"HAS_SOFTCAP": softcap, "HAS_WEIGHTS": weights, "SUM": total, "PARTS": parts}
         flags |= {"PADDED": 1 << (parts - 1).bit_length(), "PUBLISH": True, "FINISH": True}
         flags["LENGTH"] = length
+        flags["PACKED"] = split_options(dtype, flags)["PACKED"]
         yield combination("split_rows_kernel", {"logits": dtype, "grad": dtype}, flags)
+
+
+def split_options(dtype: str, flags: Mapping) -> dict:
+    softcap, weights, total = (flags[name] for name in ("HAS_SOFTCAP", "HAS_WEIGHTS", "SUM"))
+    bytes_each = 4 if dtype == "fp32" else 2
+    return split_rows_triton.options_of(bytes_each, has_softcap=softcap, has_weights=weights, has_sum=total)
 
 
 # MODE with OVERLAP, ROWS and MASS, of DistillationLoss, where total variation alone is a function of the
@@ -368,7 +375,9 @@ def source(number: int, c: Combination) -> Source:
     warps = 1 if c.kernel in ONE_WARP else warps
     constants = dict(c.constants)
     if c.kernel == "split_rows_kernel":
-        warps = split_rows_triton.warps_of(has_softcap=constants["HAS_SOFTCAP"], has_sum=constants["SUM"])
+        options = split_options(dict(c.pointers)["logits"], constants)
+        limits = options["num_warps"], options["maxnreg"], options["PACKED"]
+        return Source(kernel, types, constants, attributes, *limits)
     if constants.get("K") == slots.MOST_SLOTS:
         warps = slots_triton.sizes(slots.MOST_SLOTS)["num_warps"]
     return Source(kernel, types, constants, attributes, warps)

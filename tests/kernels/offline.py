@@ -58,6 +58,8 @@ class Source(NamedTuple):
     constants: dict
     attributes: dict
     warps: int
+    registers: int | None = None  # of a thread, at most
+    nvidia: bool = False  # contains PTX, and runs on NVIDIA's GPUs alone
 
 
 def compile_sources(variants: Sequence, source: Callable[[object], Source], arguments: Sequence[str]) -> None:
@@ -74,12 +76,15 @@ def compile_sources(variants: Sequence, source: Callable[[object], Source], argu
         lanes = 32 if cuda or architecture.startswith("gfx1") else 64
         target = GPUTarget(backend, int(architecture) if cuda else architecture, lanes)
         chosen = [variants[int(number)] for number in numbers] or variants
-        for kernel, signature, constants, attributes, warps in map(source, chosen):
-            made = ASTSource(kernel, signature, constants, attributes)
-            result = triton.compile(made, target=target, options={"num_warps": warps})
+        for each in map(source, chosen):
+            if each.nvidia and not cuda:
+                continue
+            made = ASTSource(each.kernel, each.signature, each.constants, each.attributes)
+            options = {"num_warps": each.warps} | ({"maxnreg": each.registers} if cuda else {})
+            result = triton.compile(made, target=target, options=options)
             assert result.asm["cubin" if cuda else "hsaco"], made
             shared = result.metadata.shared
-            assert shared <= (SHARED.get(architecture, 99) if cuda else 64) * 1024, (kernel, shared)
+            assert shared <= (SHARED.get(architecture, 99) if cuda else 64) * 1024, (each.kernel, shared)
         print(f"triton {triton.__version__}: compiled {len(chosen)} kernels for {backend} {architecture}")
 
 

@@ -55,6 +55,7 @@ CASES = (
     (torch.float32, "logps lse sum_logits", SOFTCAPPED, True),
     (torch.bfloat16, "logps lse", LogitTransform(), False),
     (torch.bfloat16, "logps lse sum_logits", LogitTransform(), False),
+    (torch.float16, "logps", LogitTransform(), False),
     (torch.float16, "logps lse sum_logits", LogitTransform(1.0, 2.0), True),
 )
 
