@@ -21,7 +21,7 @@ from logitless.engine.call import check_constant, check_vocabulary_input, stat_d
 from logitless.engine.compiled import evaluate
 from logitless.engine.evaluation import gradients_of
 from logitless.engine.hooks import identity_hooks
-from logitless.engine.host_copy import HostCopy
+from logitless.engine.host_copy import HostCopy, HostWrite
 from logitless.engine.operands import FLOATS, INTEGERS, apply_mask, check_data, mask_error, shifted
 from logitless.engine.reduction import Factors, inverses
 from logitless.engine.terms import Term, evaluate_terms, unreduced
@@ -271,10 +271,16 @@ def _counts(
     """
     inverse = None
     if not torch.compiler.is_compiling():
+        is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+        if num_items is None and targets.is_cuda and not is_captured and not torch.version.hip:
+            written = HostWrite(2)
+            _, inverse = counted_targets(targets, V, loss.ignore_index, written.numbers)
+            written.launched(targets.device)
+            return written, inverse
         counts, inverse = counted_targets(targets, V, loss.ignore_index)
         if num_items is not None:
             counts = torch.cat((counts, ~(num_items > 0).view(1)))
-        if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_captured:
             return HostCopy(counts), inverse
         supervised, outside, *small = counts.unbind()
     else:

@@ -9,7 +9,8 @@ from torch.autograd import forward_ad
 from logitless import cross_entropy
 from logitless.engine import compiled
 from logitless.engine.budget import PeakBytes
-from logitless.engine.host_copy import HostCopy
+from logitless.engine.host_copy import HostCopy, HostWrite
+from logitless.kernels.head.targets import counted_targets
 from logitless.losses import given_logits
 from tests.support import DEVICE, captured_step, relative_error
 
@@ -236,6 +237,17 @@ def test_the_host_waits_after_the_statistics_are_launched(dtype, monkeypatch):
         order.clear()
         cross_entropy(logits, targets, **options).sum().backward()
         assert order == ["statistics", "host"]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a kernel writes to the host's memory")
+def test_memory_of_the_host_is_kept_until_a_kernel_has_written_to_it():
+    torch.cuda._sleep(100_000_000)
+    written = HostWrite(2)
+    counted_targets(torch.tensor([3, -100, V], device=DEVICE), V, -100, written.numbers)
+    written.launched(DEVICE)
+    view = written.numbers[:]
+    del written  # as after an error before `tolist`
+    assert view.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

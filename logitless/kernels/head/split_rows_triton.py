@@ -56,14 +56,20 @@ def options_of(
         return {"PACKED": False, "num_warps": 4, "maxnreg": None if has_sum else 72}
     if itemsize == 4 or has_weights:
         return {"PACKED": False, "num_warps": 8, "maxnreg": 64}
-    return {"PACKED": True, "num_warps": 4, "maxnreg": 72 if has_sum else 64}
+    return {"PACKED": True, "num_warps": 4, "maxnreg": 64}
 
 
-if triton.knobs.runtime.interpret:
+INTERPRETED = triton.knobs.runtime.interpret
+
+if INTERPRETED:
 
     @triton.jit
     def unknown(word):
         return word
+
+    @triton.jit
+    def largest(words, dtype: tl.constexpr, gain, LENGTH: tl.constexpr):
+        return tl.max(gain * unpacked(words, dtype, LENGTH), 0)
 else:
 
     @triton.jit
@@ -71,6 +77,25 @@ else:
         """The same word, but the compiler does not know it, and cannot keep results of the word instead."""
         same: tl.constexpr = "mov.b32 $0, $1;"
         return tl.inline_asm_elementwise(same, "=r,r", [word], dtype=tl.int32, is_pure=False, pack=1)
+
+    @triton.jit
+    def larger_bf16(a, b):
+        pairs: tl.constexpr = "max.bf16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(pairs, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+    @triton.jit
+    def larger_fp16(a, b):
+        pairs: tl.constexpr = "max.f16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(pairs, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+    @triton.jit
+    def largest(words, dtype: tl.constexpr, gain, LENGTH: tl.constexpr):
+        """The largest of gain times the numbers of `packed`, two of which an instruction compares."""
+        signs = tl.where(gain < 0, -0x7FFF8000, 0)  # flips those of both numbers
+        pair = tl.reduce(unknown(words) ^ signs, 0, larger_bf16 if dtype == tl.bfloat16 else larger_fp16)
+        low = pair.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        return tl.abs(gain) * tl.maximum(low, high)
 
 
 @triton.jit
@@ -187,8 +212,10 @@ def split_rows_kernel(
     z_y = tl.where(has_target, z_y, -float("inf"))
     element: tl.constexpr = logits_ptr.dtype.element_ty
     words = packed(x, LENGTH) if PACKED else x
-    x = unpacked(words, element, LENGTH) if PACKED else x
-    z, slope = head_logits(x, logits_ptr, cols, inside, gain, squash, cap, False, HAS_SOFTCAP)
+    slope = gain
+    if SUM or not PACKED:
+        x = unpacked(words, element, LENGTH) if PACKED else x
+        z, slope = head_logits(x, logits_ptr, cols, inside, gain, squash, cap, False, HAS_SOFTCAP)
     if HAS_SOFTCAP:
         z = tl.where(inside, z, -float("inf"))
     if SUM and PUBLISH:
@@ -196,7 +223,8 @@ def split_rows_kernel(
         if HAS_WEIGHTS:
             terms *= tl.load(class_weights_ptr + cols, mask=inside, other=0.0)
         weighted = tl.sum(terms, 0)
-    shift = tl.maximum(tl.max(z, 0), -1e30)  # finite for a part of -inf
+    top_here = largest(words, element, gain, LENGTH) if PACKED else tl.max(z, 0)
+    shift = tl.maximum(top_here, -1e30)  # finite for a part of -inf
     if PUBLISH:
         # Without the target, so that 1 - p of a confident token does not cancel. Each branch computes the
         # exponentials: all of them would be kept from before the branches.

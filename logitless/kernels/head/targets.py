@@ -75,8 +75,14 @@ def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> 
     return torch.cat((counts, wrong_boundaries(cu_seqlens, N)))
 
 
-def counted_targets(targets: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+def counted_targets(
+    targets: Tensor, V: int, ignore_index: int, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Count the supervised targets (N,), and those of them that are outside [0, V).
+
+    Args:
+        out: (2,) int64, pinned memory of the host to which the device writes the counts. Default: new memory
+            of the device.
 
     Returns:
         ((2,) int64, the counts; (1,) fp32, 1 / the number of supervised targets, 1 if there is none).
@@ -84,9 +90,12 @@ def counted_targets(targets: Tensor, V: int, ignore_index: int) -> tuple[Tensor,
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
-        return targets_triton.counted_targets(targets, V, ignore_index)
+        counts = torch.empty(2, dtype=torch.int64, device=targets.device) if out is None else out
+        return counts, targets_triton.counted_targets(targets, V, ignore_index, counts)
     counts = marked(targets, V, ignore_index).sum(1)
-    return counts, counts[:1].clamp(min=1).to(torch.float32).reciprocal()
+    return counts if out is None else out.copy_(counts, non_blocking=True), counts[:1].clamp(min=1).to(
+        torch.float32
+    ).reciprocal()
 
 
 def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:

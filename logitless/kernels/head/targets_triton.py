@@ -130,13 +130,12 @@ def count_targets_kernel(targets_ptr, counts_ptr, inverse_ptr, rows, V, ignore_i
     tl.store(inverse_ptr, tl.div_rn(1.0, tl.maximum(count, 1).to(tl.float32)))
 
 
-def counted_targets(targets: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+def counted_targets(targets: Tensor, V: int, ignore_index: int, counts: Tensor) -> Tensor:
     targets = dense(targets, torch.int64)
-    counts = torch.empty(2, dtype=torch.int64, device=targets.device)
     inverse = torch.empty(1, dtype=torch.float32, device=targets.device)
     operands = (targets, counts, inverse, targets.shape[0], V, ignore_index)
     count_targets_kernel[(1,)](*operands, COUNTED=COUNTED, num_warps=WARPS)
-    return counts, inverse
+    return inverse
 
 
 @cached_launch
