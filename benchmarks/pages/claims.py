@@ -391,7 +391,7 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/lora.md",
-        "even takes longer than with PEFT's own layers, {} and {} ms",
+        "such a step takes {} ms, and with PEFT's own layers {} ms",
         (ms("lora.json", 1, "each by itself"), ms("lora.json", 1, "PEFT")),
     ),
     Claim(
@@ -583,6 +583,11 @@ CLAIMS = (
         (ce(3, QUACK, "hot_ratio"), ce(3, "logitless", "hot_ratio")),
     ),
     Claim(
+        WHY,
+        "in bf16 logitless takes {}, and with a pause",
+        (ce(3, "logitless, bf16 d_weight", "hot_ratio"),),
+    ),
+    Claim(
         "docs/howto/small-batches.md",
         "In the first table, a call of 512 tokens or more takes {} to {} times the time of",
         replayed("small.json"),
@@ -645,8 +650,22 @@ CLAIMS = (
     ),
     Claim(
         BENCHMARKS,
-        "QuACK is faster with H 1,024 ({} and {} times the products)",
-        (ce(3, QUACK, "hot_ratio"), ce(3, "logitless", "hot_ratio")),
+        "torch.compile with H 4,096 ({} and {} times the products with V 128,256, {} and {} with V 151,936, "
+        "{} and {} with 4,096 tokens), Liger's operator for Hopper with V 128,256 ({} and {}), and QuACK "
+        "with V 248,320 ({} and {}) and H 1,024 ({} and {} times the products)",
+        tuple(
+            ce(place, name, "hot_ratio")
+            for place, peer in (
+                *((place, "torch.compile") for place in (0, 8, 10)),
+                *((0, "Liger sm90"), (9, QUACK), (3, QUACK)),
+            )
+            for name in (peer, "logitless")
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "logitless takes {} and {} at the last two",
+        tuple(ce(place, "logitless, bf16 d_weight", "hot_ratio") for place in (9, 3)),
     ),
     Claim(
         BENCHMARKS,
