@@ -6,7 +6,7 @@ time of the launch. The time of a small call, or of a step of a small model, con
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -78,6 +78,17 @@ class CachedLaunch:
         if specialization is None:
             specialization = self._specializations[types] = Specialization(types, self._operands)
         return device, types, *specialization.key(operands), *constants, *constants.values()
+
+    def prepared(self, operands: Sequence, constants: dict) -> Callable[[tuple, Sequence], None] | None:
+        """A launch, called with a grid and operands of the same specialization, which looks nothing up.
+
+        None if no earlier launch has compiled the kernel for them.
+        """
+        device = torch.cuda.current_device()
+        cached = self._compiled.get(self.key(device, operands, constants))
+        if cached is None:
+            return None
+        return lambda grid, operands: launch(device, grid, cached, operands)
 
     def compiled(self, device: int, operands: Sequence, constants: dict) -> tuple:
         """What an earlier launch compiled for operands of this specialization: see `_compile`."""

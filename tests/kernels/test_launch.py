@@ -75,6 +75,16 @@ def test_a_second_launch_takes_what_the_first_compiled(kernel):
     assert operands[0] is others[0] and operands[1:] == [*others[1:], 64, True]
 
 
+def test_a_launch_is_prepared_for_what_was_compiled(kernel):
+    cached_launch, others = CachedLaunch(kernel), (torch.ones(32), 40, -2.0, None)
+    assert cached_launch.prepared(OPERANDS, CONSTANTS) is None
+    cached_launch[(3,)](*OPERANDS, **CONSTANTS)
+    cached_launch.prepared(OPERANDS, CONSTANTS)((7,), others)
+    number, grid, *operands = kernel.launched[1]
+    assert (number, grid, operands) == (1, (7, 1, 1), [*others, 64, True])
+    assert cached_launch.prepared((MEMORY.half(), *OPERANDS[1:]), CONSTANTS) is None
+
+
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("kind", ["added", "set", "none"])
 def test_a_profiler_is_told(kernel, monkeypatch, hook, kind):

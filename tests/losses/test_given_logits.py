@@ -250,6 +250,19 @@ def test_memory_of_the_host_is_kept_until_a_kernel_has_written_to_it():
     assert view.tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("upstream", [1.0, -2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_tensors_may_return_elsewhere(dtype, upstream):
+    """Also in later calls, for which a launch of the backward pass is prepared."""
+    logits, targets, _ = given(6, dtype=dtype)
+    (expected,) = torch.autograd.grad(upstream * formula(logits, targets), logits)
+    for hooks in ((lambda x: x,) * 2, (torch.clone, torch.clone), (lambda x: x,) * 2):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            loss = cross_entropy(logits, targets)
+        (actual,) = torch.autograd.grad(upstream * loss, logits)
+        assert relative_error(actual, expected) < 1e-5
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_the_loss_may_be_changed_in_place(reduction):
     logits, targets, _ = given(6)

@@ -489,18 +489,20 @@ def write_gradient(
     """Write the gradient, `tensors[1]`; with `unless_one`, only rows where `upstream` is not 1."""
     logits, gradient, *vectors = tensors
     check_rows(logits=logits, gradient=gradient)
-    vectors = [dense(x) for x in vectors]
-    logits_gradient_kernel[(logits.shape[0],)](
-        logits,
-        gradient,
-        *vectors,
-        vectors[-1] if upstream is None else dense(upstream),
-        logits.stride(0),
-        gradient.stride(0),
-        *numbers,
-        **constants,
-        UPSTREAM=0 if upstream is None else 1 if upstream.numel() == 1 else 2,
-        UNLESS_ONE=unless_one,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+    tensors = (logits, gradient, *[dense(x) for x in vectors])
+    upstream = None if upstream is None else dense(upstream)
+    operands, constants = gradient_launch(tensors, numbers, constants, upstream, unless_one=unless_one)
+    logits_gradient_kernel[(logits.shape[0],)](*operands, **constants)
+
+
+def gradient_launch(
+    tensors: Sequence[Tensor], numbers: tuple, constants: dict, upstream: Tensor | None, *, unless_one: bool
+) -> tuple[tuple, dict]:
+    """Return (operands, constants) of `logits_gradient_kernel` for contiguous vectors."""
+    logits, gradient = tensors[:2]
+    each = 0 if upstream is None else 1 if upstream.numel() == 1 else 2
+    last = tensors[-1] if upstream is None else upstream
+    return (
+        (*tensors, last, logits.stride(0), gradient.stride(0), *numbers),
+        constants | {"UPSTREAM": each, "UNLESS_ONE": unless_one, "BLOCK": BLOCK, "num_warps": WARPS},
     )
