@@ -29,13 +29,13 @@ from logitless.kernels.head.cross_entropy_triton import (
     gradient_arguments,
     gradient_launch,
     head_logits,
-    logits_gradient_kernel,
+    prepared_gradient,
     statistics_of_row,
     vocabulary_arguments,
     write_gradient,
 )
 from logitless.kernels.head.exponentials_triton import exp
-from logitless.kernels.launch import OF_CHUNKS, CachedLaunch, cached_launch
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 LENGTH = 8192  # columns of a part
@@ -388,10 +388,7 @@ def statistics_and_gradient(
     order = [next(i for i, each in enumerate(distinct) if each is x) for x in tensors]
 
     # The GPU may wait for the launch of the backward pass, so what can be looked up for it is looked up here.
-    launch = None
-    if isinstance(logits_gradient_kernel, CachedLaunch) and all([x.is_contiguous() for x in tensors[2:]]):
-        prepared = gradient_launch(tensors, numbers, constants, values[:1], unless_one=True)
-        launch = logits_gradient_kernel.prepared(*prepared)
+    launch = prepared_gradient(tensors, numbers, constants, values[:1])
     saved = memory_of(distinct)
 
     def write_again(distinct: Sequence[Tensor], upstream: Tensor, *, unless_one: bool) -> None:
