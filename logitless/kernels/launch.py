@@ -6,7 +6,7 @@ time of the launch. The time of a small call, or of a step of a small model, con
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -79,20 +79,9 @@ class CachedLaunch:
             specialization = self._specializations[types] = Specialization(types, self._operands)
         return device, types, *specialization.key(operands), *constants, *constants.values()
 
-    def prepared(self, operands: Sequence, constants: dict) -> Callable[[tuple, Sequence], None] | None:
-        """A launch, called with a grid and operands of the same specialization, which looks nothing up.
-
-        None if no earlier launch has compiled the kernel for them.
-        """
-        device = torch.cuda.current_device()
-        cached = self._compiled.get(self.key(device, operands, constants))
-        if cached is None:
-            return None
-        return lambda grid, operands: launch(device, grid, cached, operands)
-
-    def compiled(self, device: int, operands: Sequence, constants: dict) -> tuple:
+    def compiled(self, device: int, operands: Sequence, constants: dict) -> tuple | None:
         """What an earlier launch compiled for operands of this specialization: see `_compile`."""
-        return self._compiled[self.key(device, operands, constants)]
+        return self._compiled.get(self.key(device, operands, constants))
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:
         """Compile and launch with the launcher of Triton.
@@ -124,9 +113,17 @@ class BoundLaunch:
         cached = self._compiled.get(device)
         if cached is None:
             self.kernel[grid](*operands, **self.constants)
-            self._compiled[device] = self.kernel.compiled(device, operands, self.constants)
+            self.look_up(*operands)
         else:
             launch(device, grid, cached, operands)
+
+    def look_up(self, *operands) -> None:
+        """Find what an earlier launch of the kernel compiled, if there was one."""
+        if isinstance(self.kernel, CachedLaunch):
+            device = torch.cuda.current_device()
+            cached = self.kernel.compiled(device, operands, self.constants)
+            if cached is not None:
+                self._compiled[device] = cached
 
 
 def launch(device: int, grid: tuple[int, ...], cached: tuple, operands: Sequence) -> None:

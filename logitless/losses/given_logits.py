@@ -21,13 +21,13 @@ from logitless.engine.call import check_constant, check_vocabulary_input, stat_d
 from logitless.engine.compiled import evaluate
 from logitless.engine.evaluation import gradients_of
 from logitless.engine.hooks import identity_hooks
-from logitless.engine.host_copy import HostCopy, HostWrite
+from logitless.engine.host_copy import HostCopy, HostNumbers, HostWrite
 from logitless.engine.operands import FLOATS, INTEGERS, apply_mask, check_data, mask_error, shifted
 from logitless.engine.reduction import Factors, inverses
 from logitless.engine.terms import Term, evaluate_terms, unreduced
 from logitless.errors import check_number, type_error, value_error
 from logitless.kernels.head import cross_entropy as kernels
-from logitless.kernels.head.targets import counted_targets
+from logitless.kernels.head.targets import count_targets
 from logitless.losses.cross_entropy import CrossEntropyLoss, of_targets
 from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import Reduction
@@ -261,23 +261,26 @@ FIX = "fix the labels or set ignore_index"
 
 def _counts(
     targets: Tensor, V: int, loss: CrossEntropyLoss, num_items: Tensor | None
-) -> tuple[HostCopy | None, Tensor | None]:
-    """Start to copy the numbers that `_check_counts` checks.
+) -> tuple[HostNumbers | None, Tensor | None]:
+    """Start to write the numbers that `_check_counts` checks to the host.
 
     Returns:
-        (the copy; (1,) fp32: 1 / the number of supervised tokens, 1 if there is none). Under torch.compile,
-        both are None. While a CUDA graph is captured, the copy is None, and the numbers are asserted on the
-        device, as under torch.compile.
+        (the numbers; (1,) fp32: 1 / the number of supervised tokens, 1 if there is none). Under
+        torch.compile, both are None. While a CUDA graph is captured, the first is None, and the numbers are
+        asserted on the device, as under torch.compile.
     """
     inverse = None
     if not torch.compiler.is_compiling():
+        device = targets.device
         is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-        if num_items is None and targets.is_cuda and not is_captured and not torch.version.hip:
-            written = HostWrite(2)
-            _, inverse = counted_targets(targets, V, loss.ignore_index, written.numbers)
-            written.launched(targets.device)
+        writes = device.type in ("cpu", "cuda") and not torch.version.hip  # others were not tried
+        if writes and num_items is None and not is_captured:
+            written = HostWrite((2,), torch.int64, device)
+            inverse = count_targets(targets, V, loss.ignore_index, written.numbers)
+            written.queued()
             return written, inverse
-        counts, inverse = counted_targets(targets, V, loss.ignore_index)
+        counts = torch.empty(2, dtype=torch.int64, device=device)
+        inverse = count_targets(targets, V, loss.ignore_index, counts)
         if num_items is not None:
             counts = torch.cat((counts, ~(num_items > 0).view(1)))
         if not is_captured:

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from logitless.kernels import launch  # noqa: E402
 from logitless.kernels.head import scale_triton  # noqa: E402
-from logitless.kernels.launch import OF_CHUNKS, CachedLaunch  # noqa: E402
+from logitless.kernels.launch import OF_CHUNKS, BoundLaunch, CachedLaunch  # noqa: E402
 from tests.kernels.offline import INTERPRETED, jitted, kernel_modules  # noqa: E402
 from tests.support import DEVICE  # noqa: E402
 
@@ -75,14 +75,19 @@ def test_a_second_launch_takes_what_the_first_compiled(kernel):
     assert operands[0] is others[0] and operands[1:] == [*others[1:], 64, True]
 
 
-def test_a_launch_is_prepared_for_what_was_compiled(kernel):
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_bound_launch_looks_up_what_was_compiled(kernel, monkeypatch, compiled_before):
     cached_launch, others = CachedLaunch(kernel), (torch.ones(32), 40, -2.0, None)
-    assert cached_launch.prepared(OPERANDS, CONSTANTS) is None
-    cached_launch[(3,)](*OPERANDS, **CONSTANTS)
-    cached_launch.prepared(OPERANDS, CONSTANTS)((7,), others)
+    if compiled_before:
+        cached_launch[(3,)](*OPERANDS, **CONSTANTS)
+    bound = BoundLaunch(cached_launch, **CONSTANTS)
+    bound.look_up(*OPERANDS)
+    if not compiled_before:
+        bound((3,), *OPERANDS)
+    monkeypatch.setattr(CachedLaunch, "key", lambda *_: pytest.fail("it looked up again"))
+    bound((7,), *others)
     number, grid, *operands = kernel.launched[1]
-    assert (number, grid, operands) == (1, (7, 1, 1), [*others, 64, True])
-    assert cached_launch.prepared((MEMORY.half(), *OPERANDS[1:]), CONSTANTS) is None
+    assert (number, grid, operands) == (1, (7, 1, 1), [*others, 64, True]) and kernel.compiled == 1
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

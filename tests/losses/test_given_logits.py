@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from logitless import cross_entropy
 from logitless.engine import compiled
 from logitless.engine.budget import PeakBytes
-from logitless.engine.host_copy import HostCopy, HostWrite
-from logitless.kernels.head.targets import counted_targets
+from logitless.engine.host_copy import HostNumbers, HostWrite
+from logitless.kernels.head.targets import count_targets
 from logitless.losses import given_logits
 from tests.support import DEVICE, captured_step, relative_error
 
@@ -225,14 +225,14 @@ def test_autocast_rounds_nothing():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_host_waits_after_the_statistics_are_launched(dtype, monkeypatch):
     logits, targets, _ = given(6, dtype=dtype)
-    order, kernels, read = [], given_logits.kernels, HostCopy.tolist
+    order, kernels, read = [], given_logits.kernels, HostNumbers.tolist
 
     def noted(name, function):
         return lambda *operands, **options: (order.append(name), function(*operands, **options))[1]
 
     for name in ("token_statistics", "statistics_and_gradient"):
         monkeypatch.setattr(kernels, name, noted("statistics", getattr(kernels, name)))
-    monkeypatch.setattr(HostCopy, "tolist", noted("host", read))
+    monkeypatch.setattr(HostNumbers, "tolist", noted("host", read))
     for options in ({}, {"num_items": torch.tensor(7, device=DEVICE)}, {"reduction": "none"}):
         order.clear()
         cross_entropy(logits, targets, **options).sum().backward()
@@ -241,23 +241,32 @@ def test_the_host_waits_after_the_statistics_are_launched(dtype, monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a kernel writes to the host's memory")
 def test_memory_of_the_host_is_kept_until_a_kernel_has_written_to_it():
-    torch.cuda._sleep(100_000_000)
-    written = HostWrite(2)
-    counted_targets(torch.tensor([3, -100, V], device=DEVICE), V, -100, written.numbers)
-    written.launched(DEVICE)
-    view = written.numbers[:]
+    targets = torch.tensor([3, -100, V], device=DEVICE)
+    count_targets(targets, V, -100, torch.empty(2, dtype=torch.int64, device=DEVICE))  # compiles
+    written = HostWrite((2,), torch.int64, targets.device)
+    view = written.numbers.fill_(-1)[:]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    count_targets(targets, V, -100, written.numbers)
+    written.queued()
+    assert view.tolist() == [-1, -1]  # the GPU sleeps
     del written  # as after an error before `tolist`
     assert view.tolist() == [2, 1]
 
 
+def elsewhere(x: torch.Tensor) -> torch.Tensor:
+    """`x`, but a vector with gaps between its elements, and a matrix in other memory."""
+    return torch.stack((x, torch.full_like(x, 7)), 1)[:, 0] if x.dim() == 1 else x.clone()
+
+
 @pytest.mark.parametrize("upstream", [1.0, -2.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_saved_tensors_may_return_elsewhere(dtype, upstream):
-    """Also in later calls, for which a launch of the backward pass is prepared."""
+def test_hooks_may_return_saved_tensors_elsewhere(dtype, upstream):
+    """Also in later calls, for which the launch of the backward pass was looked up."""
     logits, targets, _ = given(6, dtype=dtype)
     (expected,) = torch.autograd.grad(upstream * formula(logits, targets), logits)
-    for hooks in ((lambda x: x,) * 2, (torch.clone, torch.clone), (lambda x: x,) * 2):
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+    for unpack in (torch.Tensor.detach, elsewhere, torch.Tensor.detach):
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
             loss = cross_entropy(logits, targets)
         (actual,) = torch.autograd.grad(upstream * loss, logits)
         assert relative_error(actual, expected) < 1e-5

@@ -17,7 +17,7 @@ possible:
 Rows of 0.25-0.5 MB do not remain in L2 for a second read. Sums are kept per lane and reduced once per row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.exponentials_triton import exp
-from logitless.kernels.launch import OF_CHUNKS, CachedLaunch, cached_launch
+from logitless.kernels.launch import OF_CHUNKS, BoundLaunch, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Exponentials relative to the shift are at most exp(DRIFT). The sum of their squares over any vocabulary is
@@ -495,16 +495,15 @@ def write_gradient(
     logits_gradient_kernel[(logits.shape[0],)](*operands, **constants)
 
 
-def prepared_gradient(
+def bound_gradient(
     tensors: Sequence[Tensor], numbers: tuple, constants: dict, upstream: Tensor
-) -> Callable[[tuple, Sequence], None] | None:
-    """`CachedLaunch.prepared` of `write_gradient` with `unless_one`; None too where it copies a vector."""
-    if not isinstance(logits_gradient_kernel, CachedLaunch) or not all(
-        [x.is_contiguous() for x in tensors[2:]]
-    ):
-        return None
-    operands = gradient_launch(tensors, numbers, constants, upstream, unless_one=True)
-    return logits_gradient_kernel.prepared(*operands)
+) -> BoundLaunch:
+    """The launch of `write_gradient` with `unless_one`, for tensors of this specialization whose vectors are
+    contiguous."""
+    operands, constants = gradient_launch(tensors, numbers, constants, upstream, unless_one=True)
+    launch = BoundLaunch(logits_gradient_kernel, **constants)
+    launch.look_up(*operands)
+    return launch
 
 
 def gradient_launch(

@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.cross_entropy_triton import (
+    bound_gradient,
     gradient_arguments,
     gradient_launch,
     head_logits,
-    prepared_gradient,
     statistics_of_row,
     vocabulary_arguments,
     write_gradient,
@@ -61,9 +61,7 @@ def options_of(
     return {"PACKED": True, "num_warps": 4, "maxnreg": 64}
 
 
-INTERPRETED = triton.knobs.runtime.interpret
-
-if INTERPRETED:
+if triton.knobs.runtime.interpret:
 
     @triton.jit
     def unknown(word):
@@ -388,15 +386,16 @@ def statistics_and_gradient(
     order = [next(i for i, each in enumerate(distinct) if each is x) for x in tensors]
 
     # The GPU may wait for the launch of the backward pass, so what can be looked up for it is looked up here.
-    launch = prepared_gradient(tensors, numbers, constants, values[:1])
+    launch = bound_gradient(tensors, numbers, constants, values[:1])
+    are_dense = all([x.is_contiguous() for x in tensors[2:]])
     saved = memory_of(distinct)
 
     def write_again(distinct: Sequence[Tensor], upstream: Tensor, *, unless_one: bool) -> None:
         tensors = [distinct[i] for i in order]
         is_same = unless_one and upstream.numel() == 1 and upstream.dtype == torch.float32
-        if launch is not None and is_same and memory_of(distinct) == saved:
+        if are_dense and is_same and memory_of(distinct) == saved:
             operands, _ = gradient_launch(tensors, numbers, constants, upstream, unless_one=True)
-            launch((N,), operands)
+            launch((N,), *operands)
         else:
             write_gradient(tensors, numbers, constants, upstream, unless_one=unless_one)
 

@@ -75,27 +75,21 @@ def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> 
     return torch.cat((counts, wrong_boundaries(cu_seqlens, N)))
 
 
-def counted_targets(
-    targets: Tensor, V: int, ignore_index: int, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Count the supervised targets (N,), and those of them that are outside [0, V).
+def count_targets(targets: Tensor, V: int, ignore_index: int, counts: Tensor) -> Tensor:
+    """Write to `counts` (2,), int64, the number of supervised targets (N,) and of those outside [0, V).
 
-    Args:
-        out: (2,) int64, pinned memory of the host to which the device writes the counts. Default: new memory
-            of the device.
+    `counts` may be pinned memory of the host, which the device writes.
 
     Returns:
-        ((2,) int64, the counts; (1,) fp32, 1 / the number of supervised targets, 1 if there is none).
+        (1,) fp32: 1 / the number of supervised targets, 1 if there is none.
     """
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
-        counts = torch.empty(2, dtype=torch.int64, device=targets.device) if out is None else out
-        return counts, targets_triton.counted_targets(targets, V, ignore_index, counts)
-    counts = marked(targets, V, ignore_index).sum(1)
-    return counts if out is None else out.copy_(counts, non_blocking=True), counts[:1].clamp(min=1).to(
-        torch.float32
-    ).reciprocal()
+        return targets_triton.count_targets(targets, V, ignore_index, counts)
+    both = marked(targets, V, ignore_index).sum(1)
+    counts.copy_(both, non_blocking=True)
+    return both[:1].clamp(min=1).to(torch.float32).reciprocal()
 
 
 def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:

@@ -130,7 +130,7 @@ def count_targets_kernel(targets_ptr, counts_ptr, inverse_ptr, rows, V, ignore_i
     tl.store(inverse_ptr, tl.div_rn(1.0, tl.maximum(count, 1).to(tl.float32)))
 
 
-def counted_targets(targets: Tensor, V: int, ignore_index: int, counts: Tensor) -> Tensor:
+def count_targets(targets: Tensor, V: int, ignore_index: int, counts: Tensor) -> Tensor:
     targets = dense(targets, torch.int64)
     inverse = torch.empty(1, dtype=torch.float32, device=targets.device)
     operands = (targets, counts, inverse, targets.shape[0], V, ignore_index)

@@ -55,6 +55,8 @@ CASES = (
     (torch.float32, "logps lse sum_logits", SOFTCAPPED, True),
     (torch.bfloat16, "logps lse", LogitTransform(), False),
     (torch.bfloat16, "logps lse sum_logits", LogitTransform(), False),
+    (torch.bfloat16, "logps", LogitTransform(logit_scale=-0.5), False),
+    (torch.float16, "logps", LogitTransform(logit_scale=-1.5), False),
     (torch.float16, "logps", LogitTransform(), False),
     (torch.float16, "logps lse sum_logits", LogitTransform(1.0, 2.0), True),
 )
@@ -67,13 +69,14 @@ def test_the_definitions(length, dtype, names, transform, is_weighted):
     generator = torch.Generator("cpu").manual_seed(0)
     logits = (4 * torch.randn(N, V, generator=generator, device="cpu")).to(DEVICE, dtype)
     targets = torch.randint(V, (N,), generator=generator, device="cpu").to(DEVICE)
-    logits[0, targets[0]] = 25.0  # confident
+    sign = -1.0 if transform.logit_scale < 0 else 1.0
+    logits[0, targets[0]] = sign * 25.0  # confident
     targets[1] = IGNORED
     logits[1] = torch.nan
-    logits[2, :200] = -60000.0 if dtype == torch.float16 else -1e30  # parts with nothing
+    logits[2, :200] = sign * (-60000.0 if dtype == torch.float16 else -1e30)  # parts with nothing
     targets[2] = 250
     targets[3] = V - 1
-    logits[4, 40] = 120.0  # exp overflows, relative to other logits of the part
+    logits[4, 40] = sign * 120.0  # exp overflows, relative to other logits of the part
     weights = torch.rand(V, generator=generator, device="cpu").to(DEVICE) if is_weighted else None
     if "sum_logits" in names:
         logits[2] = logits[2].clamp(min=-60.0)

@@ -7,8 +7,8 @@ import torch
 
 from logitless.kernels.head.targets import (
     clamped,
+    count_targets,
     counted,
-    counted_targets,
     marked,
     masked,
     one_per_position,
@@ -50,7 +50,8 @@ def test_counts_of_targets(N, ignore_index):
     V = 11
     targets, _ = with_invalid_ids(V, N, ignore_index)
     for kind in (torch.int64, torch.int32):
-        counts, inverse = counted_targets(strided(targets.to(kind)), V, ignore_index)
+        counts = torch.full((2,), -1, device=DEVICE)
+        inverse = count_targets(strided(targets.to(kind)), V, ignore_index, counts)
         supervised = [y for y in targets.tolist() if y != ignore_index]
         assert counts.tolist() == [len(supervised), sum(not 0 <= y < V for y in supervised)]
         assert inverse.tolist() == [(1 / torch.tensor(max(len(supervised), 1.0))).item()]
