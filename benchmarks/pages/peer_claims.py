@@ -208,6 +208,14 @@ PEER_CLAIMS = (
     PeerClaim(
         LIGER,
         BENCHMARKS,
+        "`ce_impl` of `LigerFusedLinearCrossEntropyFunction`",
+        "liger_kernel/ops/fused_linear_cross_entropy.py",
+        "LigerFusedLinearCrossEntropyFunction.forward",
+        ("ce_impl",),
+    ),
+    PeerClaim(
+        LIGER,
+        BENCHMARKS,
         "`liger_kernel/ops/cutile/ops/fused_linear_cross_entropy.py`, also for 9.0",
         "liger_kernel/ops/cutile/ops/fused_linear_cross_entropy.py",
         has=("get_device_capability(_input.device) != (9, 0)",),
