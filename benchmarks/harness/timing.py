@@ -73,6 +73,8 @@ def interleave(
 ) -> dict[Hashable, list[float]]:
     """Times every case once a round, in an order that rotates, for about `seconds` after one warm-up round.
 
+    The first of these rounds decides their number.
+
     Each is one call after a rest and behind `ahead` (`time_ms`), or calls in a row (`back_to_back_ms`).
 
     Returns the times in ms of each case; the list stays empty where the device ran out of memory.
@@ -95,11 +97,12 @@ def interleave(
             if keep:
                 times[name].append(ms)
 
-    start = time.perf_counter()
     one_round(0, keep=False)
+    start = time.perf_counter()
+    one_round(1, keep=True)
     rounds = int(seconds / max(time.perf_counter() - start, 1e-9))
-    for turn in range(min(max(rounds, least), most)):
-        one_round(turn + 1, keep=True)
+    for turn in range(2, min(max(rounds, least), most) + 1):
+        one_round(turn, keep=True)
     return times
 
 
