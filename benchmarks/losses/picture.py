@@ -1,4 +1,5 @@
-"""One picture from a sweep: peak memory, and time as a multiple of the bare products, against the tokens."""
+"""One picture: from a sweep, peak memory and time as a multiple of the bare products against the tokens; from
+the errors of gradients, those of a trained head."""
 
 import math
 from pathlib import Path
@@ -14,16 +15,31 @@ from benchmarks.harness.styles import LIMIT, NOTE, STYLES
 MOST = 6
 
 
-def draw(sweep: dict, path: Path, small: dict | None = None) -> None:
-    """Two panels against N; a line ends where memory ran out.
+# Rows of the errors: the names of their styles, and their labels.
+ERRORS = {
+    "logitless": ("logitless", "logitless"),
+    "eager, fp32 logits": ("eager, fp32 upcast", "eager, fp32 logits"),
+    "eager": ("eager, fp32 upcast", "eager, bf16 logits"),
+    "Liger": ("Liger", "Liger"),
+    "TRL": ("TRL ChunkedLogProb", "TRL"),
+    "CCE (filtered)": ("CCE (filtered)", "CCE (filtered)"),
+}
 
-    Calls of few tokens are those of `small`, where it has them. The text can still be read where the picture
-    is 400 pixels wide.
+
+def draw(sweep: dict, path: Path, small: dict | None = None, errors: dict | None = None) -> None:
+    """Two panels against N, in which a line ends where memory ran out, and one of `errors`.
+
+    Calls of few tokens are those of `small`, where it has them. `errors`: a head of `convergence`. The text
+    can still be read where the picture is 400 pixels wide.
     """
     sections = with_few_tokens(sweep["sections"], small)
     note = NOTE | {"fontsize": 13}
-    figure = Figure(figsize=(8.5, 7), layout="constrained")
-    memory, time = figure.subplots(1, 2)
+    figure = Figure(figsize=(8.5, 10 if errors else 7), layout="constrained")
+    top = figure
+    if errors:
+        top, bottom = figure.subfigures(2, 1, height_ratios=(7, 3))
+        draw_errors(errors, bottom.subplots())
+    memory, time = top.subplots(1, 2)
     names = list(dict.fromkeys(row["name"] for section in sections for row in section["rows"]))
     for name in (
         *(name for name in STYLES if name in names),
@@ -54,13 +70,34 @@ def draw(sweep: dict, path: Path, small: dict | None = None) -> None:
     time.axhline(1, **LIMIT)
     time.annotate("three bare products", (sizes[0], 1), (0, -20), **note)
     place = {"loc": "outside lower center", "ncols": 2, "frameon": False, "fontsize": 14}
-    figure.legend(*memory.get_legend_handles_labels(), **place)
+    top.legend(*memory.get_legend_handles_labels(), **place)
 
     shape = sections[0]["shape"]
     device = sweep["device"].partition(" 80GB")[0]
-    figure.suptitle(f"Cross-entropy, H {shape['H']:,}, V {shape['V']:,}, bf16, {device}", fontsize=17)
+    top.suptitle(f"Cross-entropy, H {shape['H']:,}, V {shape['V']:,}, bf16, {device}", fontsize=17)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def draw_errors(head: dict, axis: Axes) -> None:
+    """A bar for the error of the gradient of the hidden states, in percent."""
+    rows = {row["name"]: row for row in head["rows"] if row["verdict"] == "ok"}
+    names = [name for name in ERRORS if name in rows]
+    percent = [100 * rows[name]["d_hidden"]["error"] for name in names]
+    bars = axis.barh(
+        [ERRORS[name][1] for name in names],
+        percent,
+        color=[STYLES[ERRORS[name][0]]["color"] for name in names],
+    )
+    axis.bar_label(bars, fmt="%.2f", fontsize=14, padding=3)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.tick_params(labelsize=14)
+    axis.set_title(
+        f"Error of the gradient of hidden states, %, {head['head'].partition(',')[0]}", fontsize=16
+    )
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def with_few_tokens(sections: list[dict], small: dict | None) -> list[dict]:

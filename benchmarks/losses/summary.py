@@ -47,7 +47,7 @@ IMPLEMENTATIONS = {
 
 
 def losses(documents: dict[str, dict]) -> str:
-    """Time and peak memory of each kind of loss that was measured, in Markdown."""
+    """Time and peak memory of each kind of loss that was measured, and of a whole step, in Markdown."""
     body, devices = [], set()
     for name, place, what, _, _ in SUMMARY:
         if name not in documents or place >= len(documents[name]["sections"]):
@@ -62,6 +62,16 @@ def losses(documents: dict[str, dict]) -> str:
         "beyond the inputs, gradients included. Where a library has several implementations, the fastest is "
         "shown. Versions, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
     )
+    if "step-lora" in documents:
+        section = documents["step-lora"]["sections"][0]
+        rows = {row["name"]: row for row in section["rows"]}
+        model = f"{section['model']}, {section['sequences']} x {section['tokens']:,} tokens"
+        stock, ours = (time_and_memory(rows[name]) for name in ("LoRA", "LoRA, logitless loss + layers"))
+        body.append([f"whole step, SFT with LoRA, {model}", "", "", "", stock, f"**{ours}**"])
+        caption += (
+            " The last row is a whole step with gradient checkpointing, by TRL and PEFT alone and with both "
+            "flags; its peak memory includes the model ([LoRA](docs/howto/lora.md#what-to-expect))."
+        )
     return f"{_table(body, ['loss', *COLUMNS])}\n\n{caption}"
 
 
@@ -71,7 +81,10 @@ def cell(rows: list[dict], prefix: str) -> str:
     right = [row for row in found if row["verdict"] == "ok"]
     if not right:
         return found[0]["verdict"] if found else ""
-    row = right[0] if prefix == "logitless" else min(right, key=lambda row: row["ms"])
+    return time_and_memory(right[0] if prefix == "logitless" else min(right, key=lambda row: row["ms"]))
+
+
+def time_and_memory(row: dict) -> str:
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.1f} GiB"
     return f"{row['ms']:.{0 if row['ms'] >= 10 else 1}f} ms{memory}"
 

@@ -583,11 +583,6 @@ CLAIMS = (
         (ce(3, QUACK, "hot_ratio"), ce(3, "logitless", "hot_ratio")),
     ),
     Claim(
-        "docs/recipes.md",
-        "a step with LoRA took {} ms in a",
-        (ms("step-lora.json", 0, "LoRA, logitless loss + layers"),),
-    ),
-    Claim(
         WHY,
         "in bf16 logitless takes {}, and with a pause",
         (ce(3, "logitless, bf16 d_weight", "hot_ratio"),),

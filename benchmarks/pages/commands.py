@@ -87,6 +87,8 @@ def plot(
         for name, document in documents.items()
         if name in TABLES
     }
+    if pair := newest("step-lora", results):
+        documents["step-lora"] = pair[1]
     if "ce" in documents:
         tables[root / "README.md", "summary"] = summary.losses(documents)
         tables[root / "docs" / "why.md", "why"] = summary.implementations(documents)
@@ -118,8 +120,11 @@ def plot(
     if "sweep" in documents:
         drawn = root / "docs" / "ce.png"
         _, small = newest("small", results) or (None, None)
-        picture.draw(documents["sweep"], drawn, small)
-        typer.echo(f"{drawn}: drawn from {found['sweep'][0]}, and few tokens from the newest small.json")
+        heads = proof_tables.with_part(parts, "gradients") if proofs else []
+        picture.draw(documents["sweep"], drawn, small, heads[0]["gradients"][0] if heads else None)
+        typer.echo(
+            f"{drawn}: drawn from {found['sweep'][0]}, the newest small.json and convergence-gradients.json"
+        )
     if fitted := newest("activations", results):
         drawn = root / "docs" / "activations.png"
         activations.draw(fitted[1], drawn)
