@@ -41,9 +41,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from logitless.engine import captured
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Signature, pack, unpack, with_needs
-from logitless.engine.captured import captured_solve
+from logitless.engine.captured import Replayable
 from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import over_rows
 from logitless.engine.gradients import Gradients, Solved, either, finish
@@ -119,6 +120,28 @@ def run_calls(
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         _check_transforms([*tensors, *[head.targets for head in heads]], trainable=trainable)
+    return _results(run, tensors, loss, trainable=trainable)
+
+
+def replayed(call: Replayable) -> CallResult | None:
+    """The results of a call of one head by its captured pass; None if there is none or it does not fit."""
+    if _STAND_IN.get() is not None or forward_ad._current_level >= 0:
+        return None
+    solved = captured.replayed(call)
+    if solved is None:
+        return None
+    given, heads = call.given, call.heads
+    tensors = [given["hidden"], heads["weight"], *([] if heads["bias"] is None else [heads["bias"]])]
+    trainable = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    run = CallSpec(Mode.SOLVED, None, solved=solved, plan=solved.plan)
+    return _results(run, tensors, call.loss, trainable=trainable)
+
+
+def _results(
+    run: "CallSpec", tensors: Sequence[Tensor | None], loss: LossSpec, *, trainable: bool
+) -> CallResult:
+    """Run the forward pass, under autograd if `trainable`, and name its outputs."""
+    mode = run.mode
     outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, tensors)[0]
     if mode is Mode.PER_TOKEN:
         names = loss.reader.statistic_names(loss)
@@ -160,13 +183,14 @@ class CallSpec:
     """The non-tensor arguments of the Function."""
 
     mode: Mode
-    # The heads of an eager call that is solved in the forward pass. All other calls are packed: their
-    # backward pass, or their operator, needs the tensors again.
+    # The heads of an eager call that is solved in the forward pass; None if `solved` is given. All other
+    # calls are packed: their backward pass, or their operator, needs the tensors again.
     heads: Sequence[HeadCall] | None
     signature: Signature | None = None
     sequences: int = 0
     main: Tensor | None = None
     grad_scale: float = 1.0
+    solved: Solved | None = None  # the result of a captured pass, in the place of the heads
     plan: Plan | None = None  # set by an eager forward pass
 
 
@@ -457,7 +481,8 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
         def run(call: HeadCall, rows: Rows, gradients: Gradients | None = None) -> Solved:
             return _solve([(call, rows)], gradients, fixed_dtypes=fixed_dtypes, main=None)
 
-        return over_rows(calls[0], run, partial(captured_solve, solve=run, fixed_dtypes=fixed_dtypes))
+        run_captured = partial(captured.captured_solve, solve=run, fixed_dtypes=fixed_dtypes)
+        return over_rows(calls[0], run, run_captured)
     return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes, main=main)
 
 
@@ -537,14 +562,21 @@ def _tokens(call: HeadCall, rows: Rows, reader: Reader, deferred: float | Tensor
     """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
     names = solved_names(call.loss)
     statistics = reader.named_statistics()
-    N = call.targets.shape[0]
     if "d_logps" in names:
         has_grad = call.trainable and "logps" in call.loss.differentiates
         zero = torch.zeros_like(statistics["logps"])
         statistics["d_logps"] = reader.grads.logps * deferred if has_grad else zero
         if has_grad and rows.replay is not None:
             statistics["d_logps"] = rows.replay.in_row_order(statistics["d_logps"])
-    return [rows.scattered(statistics[name], N) for name in names]
+    return [_of_every_token(call, rows, name, statistics[name]) for name in names]
+
+
+def _of_every_token(call: HeadCall, rows: Rows, name: str, x: Tensor) -> Tensor:
+    """A statistic (rows,) of every token (N,): 0 for ignored tokens, of predictions `ignore_index`."""
+    x = rows.scattered(x, call.targets.shape[0])
+    if name != "predictions":
+        return x
+    return x.masked_fill(call.targets == call.loss.ignore_index, call.loss.ignore_index)
 
 
 def token_statistics(call: HeadCall) -> Statistics:
@@ -557,10 +589,10 @@ def token_statistics(call: HeadCall) -> Statistics:
 
 
 def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
-    N = call.targets.shape[0]
     plan, reader, projection = run_head(call, rows, Pass.STATISTICS, Gradients([call], fixed_dtypes=False))
     statistics = {
-        name: x if name == METRICS else rows.scattered(x, N) for name, x in reader.named_statistics().items()
+        name: x if name == METRICS else _of_every_token(call, rows, name, x)
+        for name, x in reader.named_statistics().items()
     }
     return Statistics(statistics, projection.d_hidden, rows, plan)
 
@@ -661,14 +693,17 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
         saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors)]
         outputs = tuple(outputs[:-saved_count])
         return outputs[:-1] if into_main and signature.loss.return_logps else outputs, saved, None
-    calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
-    loss = calls[0].loss
+    solved = run.solved
+    if solved is None:
+        calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
+        loss = calls[0].loss
     if run.mode is Mode.PER_TOKEN:
         statistics = token_statistics(calls[0])
         run.plan = statistics.plan
         names = loss.reader.statistic_names(loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
-    solved = solve(calls, fixed_dtypes=False)
+    if solved is None:
+        solved = solve(calls, fixed_dtypes=False)
     run.plan = solved.plan
     tokens = solved.tokens
     if into_main:

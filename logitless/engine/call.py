@@ -10,7 +10,7 @@ tensors, or the arguments of an operator.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from logitless.kernels import fused_projection
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary, Shards, WholeVocabulary
+
+if TYPE_CHECKING:
+    from logitless.engine.captured import Replayable
 
 
 class Needs(NamedTuple):
@@ -81,6 +84,8 @@ class HeadCall:
     indices: TrainedIndices | None = None
     # The shard sizes and kernels of all ranks that share the head, after the ranks have exchanged them.
     shards: Shards | None = None
+    # The arguments of which the call was made, if its pass may be captured.
+    replayable: "Replayable | None" = None
 
     # Derived from the fields above, and set together with `needs`.
     trainable: bool = field(init=False)  # whether anything needs a gradient
@@ -149,6 +154,12 @@ class HeadCall:
         """
         call = object.__new__(HeadCall)
         call.__dict__.update(self.__dict__, targets=targets, inputs=inputs)
+        return call
+
+    def made_of(self, arguments: "Replayable") -> "HeadCall":
+        """Return the call with the arguments of which it was made."""
+        call = self.with_targets(self.targets, self.inputs)
+        call.__dict__["replayable"] = arguments
         return call
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":

@@ -5,10 +5,12 @@ of a call that is projected early (`early_projection`) has no host sync until al
 calls with equal keys come again and again, their kernels are captured once and replayed afterwards: the same
 kernels, with the same results.
 
-The graph clamps the targets, counts the rows for which the guess of an early projection is wrong, copies the
-counts to the host, and has the pass except for product 3. Outside of the graph, the call copies its per-token
-tensors to the addresses that the graph reads, and computes product 3, so that d_weight is a new tensor. The
-head is read at its own address, which is a part of the key.
+A call is looked up by its arguments (`Replayable`), before the loss checks them. The graph begins with what
+the loss computes from the arguments: a mask, a shift, the inputs of its terms. It clamps the targets, counts
+the rows for which the guess of an early projection is wrong, copies the counts to the host, and has the pass
+except for product 3. Outside of the graph, the call copies its tensors to the addresses that the graph reads,
+and computes product 3, so that d_weight is a new tensor. The head is read at its own address, which is a part
+of the key.
 
 All graphs of a stream share one memory pool. A lock is held from a replay until the kernels that read its
 results are queued, so no result has to survive in the pool until another replay.
@@ -20,9 +22,9 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +32,16 @@ from torch import Tensor
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
-from logitless.engine.early_projection import is_same, with_clamped_targets
+from logitless.engine.early_projection import Streak, is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
 from logitless.engine.host_copy import HostCopy
 from logitless.engine.plan import Pass
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
-from logitless.engine.spec import Role
+from logitless.engine.spec import LossSpec, Role
 from logitless.kernels.matmul import accumulate
+from logitless.parallel.groups import PLAIN
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +62,103 @@ _LOCK = threading.Lock()
 
 # The pass: (call, its rows, the sums of its gradients) -> `Solved`.
 Solve = Callable[[HeadCall, Rows, Gradients], Solved]
+Named = Mapping[str, Tensor | None]
+
+
+class Replayable(NamedTuple):
+    """A call whose pass may be captured, before its arguments are checked."""
+
+    loss: LossSpec
+    key: Hashable  # all on which its kernels depend, except for the values of `given`
+    given: Named  # the tensors that are copied for each replay
+    heads: Named  # those that the graph reads at their own addresses: "weight", "bias" and further heads
+    bind: Callable[[Named], HeadCall]  # the checked call of other tensors in the place of `given`
+
+
+def replayable(
+    loss: LossSpec, given: Named, heads: Named, options: Hashable, bind: Callable[[Named], HeadCall]
+) -> Replayable | None:
+    """Return the call as a `Replayable`; None if its pass may not be captured.
+
+    The call must be small, and must run the code of this library alone.
+
+    Args:
+        loss, given, heads, bind: as in `Replayable`.
+        options: what else the kernels depend on.
+    """
+    weight, hidden, targets = heads["weight"], given["hidden"], given["targets"]
+    if weight is None or hidden is None or targets is None:
+        return None
+    tensors = [*given.values(), *heads.values()]
+    if not all([x is None or type(x) in PLAIN for x in tensors]):
+        return None
+    device = weight.device
+    if device.type not in CAPTURES_ON or not loss.identity or not is_of_library(loss):
+        return None
+    if targets.numel() * weight.shape[0] * 2 > most_bytes(device):  # two bytes are the least of a logit
+        return None
+    if not all([x is None or x.device == device for x in tensors]):
+        return None
+    # Rows of features are read as they are, where they are not flattened. The graph reads contiguous ones.
+    if not all(
+        [x is None or x.dim() != 2 or x.is_contiguous() or not x.is_floating_point() for x in given.values()]
+    ):
+        return None
+    if is_switched_off() or is_observed() or torch.is_inference_mode_enabled() or is_capturing(device):
+        return None
+    matmul = torch.backends.cuda.matmul
+    key = (
+        type(loss),
+        loss.identity,
+        options,
+        device,
+        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+        torch.get_default_dtype(),
+        matmul.fp32_precision,  # `allow_tf32` raises an error where this one was set
+        matmul.allow_bf16_reduced_precision_reduction,
+        *given,
+        *[
+            None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad, is_same(x, targets))
+            for x in given.values()
+        ],
+        *heads,
+        *[
+            None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad)
+            for x in heads.values()
+        ],
+    )
+    return Replayable(loss, key, given, heads, bind)
+
+
+def replayed(call: Replayable) -> Solved | None:
+    """The result of the captured pass of a call; None if there is none, or if other rows are supervised."""
+    if not _LOCK.acquire(blocking=False):
+        return None  # another thread captures or replays a pass
+    try:
+        CapturedPass.calls += 1
+        captured = _PASSES.get(call.key)
+        if captured is None or not captured.streak.is_long():
+            return None
+        solved = captured.run(call)
+        if solved is None:
+            captured.streak.end()
+            _drop(call.key)
+        return solved
+    finally:
+        _LOCK.release()
 
 
 def captured_solve(
-    call: HeadCall, rows: Rows, solve: Solve, *, fixed_dtypes: bool
+    call: HeadCall, rows: Rows, streak: Streak, solve: Solve, *, fixed_dtypes: bool
 ) -> tuple[bool, Solved | None]:
-    """Run a call by its captured pass.
+    """Run a call by its captured pass, which is captured if its key has come often enough.
 
     Args:
         call: a call of one head that can be projected early.
         rows: the rows that are probably supervised.
+        streak: the streak that expects them.
         solve: the pass.
         fixed_dtypes: see `base.solve`.
 
@@ -76,26 +166,36 @@ def captured_solve(
         (False, None): there is no captured pass. (True, None): it ran, but other rows are supervised.
         (True, result): what `solve` returns.
     """
-    if not _is_eligible(call):
+    raw = call.replayable or _of_head_call(call, fixed_dtypes)
+    if raw is None or not _LOCK.acquire(blocking=False):
         return False, None
-    given, heads = _tensors(call)
-    if not all([x is None or x.is_contiguous() for x in given.values()]):
-        return False, None
-    if not all([x is None or x.dtype == call.dtype for x in heads]):
-        return False, None  # the graph would hold a copy
-    if not _LOCK.acquire(blocking=False):
-        return False, None  # another thread captures or replays a pass
     try:
-        CapturedPass.calls += 1
-        key = _key(call, rows, given, heads, fixed_dtypes)
-        captured = _PASSES.get(key)
-        if captured is None:
-            captured = _new_pass(key, call, rows, given, solve, fixed_dtypes)
+        captured = _PASSES.get(raw.key) or _new_pass(raw, call, rows, streak, solve, fixed_dtypes)
         if captured is None:
             return False, None
-        return True, captured.run(call, given)
+        solved = captured.run(raw)
+        if solved is None:
+            _drop(raw.key)
+        return True, solved
     finally:
         _LOCK.release()
+
+
+def _of_head_call(call: HeadCall, fixed_dtypes: bool) -> Replayable | None:
+    """A call that comes from a compiled graph, with its arguments already checked."""
+    given = {"hidden": call.hidden, "targets": call.targets, "num_items": call.num_items}
+    heads = {"weight": call.weight, "bias": call.bias}
+    for name, x in call.inputs.items():
+        (heads if call.loss.roles[name] is Role.HEAD else given)[name] = x
+
+    def bind(static: Named) -> HeadCall:
+        inputs = {name: static.get(name, x) for name, x in call.inputs.items()}
+        moved = call.with_targets(static["targets"], inputs)
+        moved.__dict__.update(hidden=static["hidden"], num_items=static["num_items"])
+        return moved
+
+    parts = call.dtype, call.needs, call.indices, call.coefficient, call.sequence_count
+    return replayable(call.loss, given, heads, (fixed_dtypes, *parts), bind)
 
 
 def forget() -> None:
@@ -106,64 +206,38 @@ def forget() -> None:
         _POOLS.clear()
 
 
+def _drop(key: Hashable) -> None:
+    """Drop the pass of a key, which may be captured again."""
+    _PASSES.pop(key, None)
+    _SEEN[key] = 0
+
+
 def _new_pass(
-    key: Hashable,
-    call: HeadCall,
-    rows: Rows,
-    given: Mapping[str, Tensor | None],
-    solve: Solve,
-    fixed_dtypes: bool,
+    raw: Replayable, call: HeadCall, rows: Rows, streak: Streak, solve: Solve, fixed_dtypes: bool
 ) -> "CapturedPass | None":
-    """Capture the pass of a key, if it has come often enough."""
-    seen = _SEEN.get(key, 0)
+    """Capture the pass of a call, if its key has come often enough."""
+    seen = _SEEN.get(raw.key, 0)
     if seen is None:
         return None
-    _SEEN[key] = seen + 1
+    _SEEN[raw.key] = seen + 1
     if seen + 1 < SIGHTINGS:
         return None
     if len(_PASSES) >= MAX_PASSES:
         oldest = min(_PASSES, key=lambda other: _PASSES[other].last_use)
         if CapturedPass.calls - _PASSES[oldest].last_use < STALE:
             return None
-        del _PASSES[oldest]
-        _SEEN[oldest] = 0
-    _SEEN[key] = None
+        _drop(oldest)
+    _SEEN[raw.key] = None
     name = type(call.loss).__name__
     try:
-        captured = CapturedPass(call, rows, given, solve, fixed_dtypes=fixed_dtypes)
+        captured = CapturedPass(raw, call, rows, streak, solve, fixed_dtypes=fixed_dtypes)
     except Exception as error:
         # Not a warning: the results are the same, and the caller can do nothing about it.
         logger.info("%s is not captured: %s: %s", name, type(error).__name__, error)
         return None
     logger.debug("%s with %s tokens is captured as a CUDA graph", name, call.targets.shape[0])
-    _PASSES[key] = captured
+    _PASSES[raw.key] = captured
     return captured
-
-
-def _is_eligible(call: HeadCall) -> bool:
-    """Whether the pass of a call that is projected early may be captured.
-
-    It must be small, must run the code of this library alone, and must not need a copy of a head.
-    """
-    loss, weight = call.loss, call.weight
-    device = weight.device
-    if device.type not in CAPTURES_ON or not loss.identity or not is_of_library(loss):
-        return False
-    if call.frozen is not None or call.dtype == torch.float16:
-        return False
-    return (
-        _bytes(call) <= most_bytes(device)
-        and not is_switched_off()
-        and not is_observed()
-        and not torch.is_inference_mode_enabled()
-        and not is_capturing(device)
-    )
-
-
-def _bytes(call: HeadCall) -> int:
-    """The least bytes that a chunk of all rows takes."""
-    dtype = call.dtype if call.fp32_logits else call.logits_dtype
-    return call.targets.shape[0] * call.width * dtype.itemsize
 
 
 @functools.cache
@@ -171,51 +245,6 @@ def most_bytes(device: torch.device) -> int:
     """The most bytes of a chunk that is captured."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
     return int(SHARE * memory)
-
-
-def _tensors(call: HeadCall) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
-    """(The tensors that are copied for each replay; those that the graph reads at their own addresses.)"""
-    given = {"hidden": call.hidden, "targets": call.targets, "num_items": call.num_items}
-    heads = [call.weight, call.bias]
-    roles = call.loss.roles
-    for name, x in call.inputs.items():
-        if roles[name] is Role.HEAD:
-            heads.append(x)
-        else:
-            given[name] = x
-    return given, heads
-
-
-def _key(
-    call: HeadCall,
-    rows: Rows,
-    given: Mapping[str, Tensor | None],
-    heads: Sequence[Tensor | None],
-    fixed_dtypes: bool,
-) -> Hashable:
-    """All on which the kernels of a pass depend, except for the values of `given`."""
-    device = call.weight.device
-    matmul = torch.backends.cuda.matmul
-    return (
-        type(call.loss),
-        call.loss.identity,
-        fixed_dtypes,
-        call.dtype,
-        call.needs,
-        call.indices,
-        call.coefficient,
-        call.sequence_count,
-        # A pass keeps its rows, so that no others have this address.
-        None if rows.supervised is None else rows.index.data_ptr(),
-        device,
-        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
-        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
-        matmul.fp32_precision,  # `allow_tf32` raises an error where this one was set
-        matmul.allow_bf16_reduced_precision_reduction,
-        *given,
-        *[None if x is None else (x.shape, x.dtype, is_same(x, call.targets)) for x in given.values()],
-        *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in heads],
-    )
 
 
 class _Recorder(Gradients):
@@ -263,9 +292,10 @@ class CapturedPass:
 
     def __init__(
         self,
+        raw: Replayable,
         call: HeadCall,
         rows: Rows,
-        given: Mapping[str, Tensor | None],
+        streak: Streak,
         solve: Solve,
         *,
         fixed_dtypes: bool,
@@ -277,20 +307,39 @@ class CapturedPass:
             raise RuntimeError("it has several chunks")
         if plan.chunk_bytes > most_bytes(device):
             raise RuntimeError(f"its chunk takes {plan.chunk_bytes:,} bytes")
+        if call.frozen is not None or call.dtype == torch.float16:
+            raise RuntimeError("it has a frozen part of the head, or products in fp16")
+        if not all([x is None or x.dtype == call.dtype for x in raw.heads.values()]):
+            raise RuntimeError("the graph would hold a copy of a head")
         self.last_use = CapturedPass.calls
+        self.streak = streak
         self._fixed_dtypes = fixed_dtypes
-        self._static = {name: None if x is None else torch.empty_like(x) for name, x in given.items()}
-        for name, x in given.items():  # an input may be the targets themselves
-            if is_same(x, call.targets):
-                self._static[name] = self._static["targets"]
-        self._load(given)
-        static = _at_static(call, self._static)
         self._rows = rows
-        self._wrong = HostCopy(with_clamped_targets(static, rows)[1], repeats=True)
-        recorder = _Recorder([static], fixed_dtypes=fixed_dtypes)
+        # What `Gradients` reads of a call, but its head.
+        self._call = call.with_targets(None, {})
+        self._call.__dict__.update(dict.fromkeys(("hidden", "weight", "bias", "num_items", "replayable")))
+        self._static = {
+            name: None if x is None else torch.empty_like(x, requires_grad=False)
+            for name, x in raw.given.items()
+        }
+        for name, x in raw.given.items():  # an input may be the targets themselves
+            if is_same(x, raw.given["targets"]):
+                self._static[name] = self._static["targets"]
+        self._load(raw.given)
+        # These follow from which tensors require a gradient, and the static ones do not.
+        known = {name: getattr(call, name) for name in ("needs", "indices", "trainable")}
+        bind = raw.bind
+
+        def bound() -> HeadCall:
+            static = bind(self._static)
+            static.__dict__.update(known)
+            return static
+
+        self._wrong = HostCopy(with_clamped_targets(bound(), rows)[1], repeats=True)
+        recorder = _Recorder([self._call], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
-            early, wrong = with_clamped_targets(static, rows)
+            early, wrong = with_clamped_targets(bound(), rows)
             self._wrong.copy(wrong)  # first, so that the host need not wait for the pass
             return solve(early, rows, recorder), recorder.projection, recorder.chunk
 
@@ -304,21 +353,24 @@ class CapturedPass:
         self._chunk = None if chunk is None else _operands(chunk)
         self._trained = None if chunk is None else self._chunk.trained
 
-    def _load(self, given: Mapping[str, Tensor | None]) -> None:
+    def _load(self, given: Named) -> None:
         for x, static in zip(given.values(), self._static.values(), strict=True):
             if x is not None:
                 static.copy_(x)
 
-    def run(self, call: HeadCall, given: Mapping[str, Tensor | None]) -> Solved | None:
+    @torch.no_grad()
+    def run(self, raw: Replayable) -> Solved | None:
         """Run the pass on the tensors of a call with the same key; None if other rows are supervised."""
         self.last_use = CapturedPass.calls
-        self._load(given)
+        self._load(raw.given)
         self._replay()
-        solved = self._copied_results(call)
+        solved = self._copied_results(raw.heads)
         return None if any(self._wrong.tolist()) else solved
 
-    def _copied_results(self, call: HeadCall) -> Solved:
+    def _copied_results(self, heads: Named) -> Solved:
         """The results as new tensors, and product 3."""
+        call = self._call.with_targets(None, {})
+        call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)
@@ -336,15 +388,6 @@ class CapturedPass:
             self._plan,
             self._rows,
         )
-
-
-def _at_static(call: HeadCall, static: Mapping[str, Tensor | None]) -> HeadCall:
-    """The call with its tensors at the addresses that the graph reads."""
-    own = ("hidden", "targets", "num_items")
-    inputs = {name: static.get(name, x) for name, x in call.inputs.items()}
-    moved = call.with_targets(static["targets"], inputs)
-    moved.__dict__.update({name: static[name] for name in own})
-    return moved
 
 
 def _operands(chunk: Chunk) -> Chunk:

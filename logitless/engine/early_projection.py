@@ -61,13 +61,17 @@ class Streak:
     last: Counted | None = None
     others: HostCopy | None = None
 
-    def expected(self, call: HeadCall) -> Rows | None:
-        """The rows of `call` that are probably supervised; None if they are unknown."""
+    def is_long(self) -> bool:
+        """Whether the next call may be projected early."""
         others, self.others = self.others, None
         if others is not None and others.tolist():
             self.length = 1
+        return self.length >= self.needed
+
+    def expected(self, call: HeadCall) -> Rows | None:
+        """The rows of `call` that are probably supervised; None if they are unknown."""
         last = self.last
-        if self.length < self.needed:
+        if not self.is_long():
             return None
         if last.shape != _shape(call):
             if not last.every:
@@ -106,7 +110,7 @@ _STREAKS = Remembered()
 def over_rows(
     call: HeadCall,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall, Rows], tuple[bool, Result | None]] | None = None,
+    run_captured: Callable[[HeadCall, Rows, Streak], tuple[bool, Result | None]] | None = None,
 ) -> Result:
     """Run a pass over the supervised rows of a call.
 
@@ -128,7 +132,7 @@ def over_rows(
     if rows is not None and _has_faults(call):
         streak.length = 0
     elif rows is not None:
-        result = _over_expected_rows(call, rows, run, run_captured)
+        result = _over_expected_rows(call, rows, streak, run, run_captured)
         if result is not None:
             return result
         streak.end()
@@ -141,12 +145,13 @@ def over_rows(
 def _over_expected_rows(
     call: HeadCall,
     rows: Rows,
+    streak: Streak,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall, Rows], tuple[bool, Result | None]] | None,
+    run_captured: Callable[[HeadCall, Rows, Streak], tuple[bool, Result | None]] | None,
 ) -> Result | None:
     """Run a pass over `rows`; None if others are supervised, which the host reads at the end."""
     if run_captured is not None:
-        is_captured, result = run_captured(call, rows)
+        is_captured, result = run_captured(call, rows, streak)
         if is_captured:
             return result
     early = EarlyProjection(call, rows)

@@ -1,6 +1,7 @@
 """`LinearLoss`, the base class of all losses: options, class attributes and the call."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 
 import logitless.engine.operators  # noqa: F401, registers the operators of compiled graphs
-from logitless.engine.base import Mode, run_calls
+from logitless.engine.base import Mode, replayed, run_calls
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall, make_head_call
+from logitless.engine.captured import Named, Replayable, replayable
 from logitless.engine.gradients import check_main_gradient
 from logitless.engine.graph_names import constant_in_graphs, register_loss
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import SplitHead, apply_mask, checked_boundaries
+from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import STATISTICS_OF_SETS, AlignedMask, SamplingMask, check_mask
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
@@ -42,7 +45,7 @@ from logitless.losses.declarations import (
 )
 from logitless.losses.heads import HEADS, resolve_heads
 from logitless.losses.inputs import HeadWeight, Reduction
-from logitless.losses.output import LossOutput, in_call_shape
+from logitless.losses.output import LossOutput
 from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
@@ -347,8 +350,19 @@ class LinearLoss(CheckedCall):
            token.
         4. The engine runs the call: `run_calls`, or `unreduced_loss` with reduction="none".
         5. `finish`, which subclasses override, adds metrics that the engine does not compute.
+
+        A call whose pass was captured as a CUDA graph, from the arguments on, takes the results of a replay
+        instead of steps 1 to 4 (`replayed`).
         """
+        self.read_heads(call)
+        arguments = replayable_arguments(call)
+        result = None if arguments is None else replayed(arguments)
+        if result is not None:
+            value, metrics, tokens, plan = result
+            return self.output(call, value, metrics[0, 1:], tokens, plan)
         head_call = self.bind(call)
+        if arguments is not None:
+            head_call = head_call.made_of(arguments)
         mode = Mode.SOLVED
         if call.accumulate_into is not None:
             check_main_gradient(head_call, call.weight, call.accumulate_into, call.grad_scale)
@@ -362,18 +376,27 @@ class LinearLoss(CheckedCall):
         else:
             value, metrics, tokens, plan = run_calls([head_call], mode, call.accumulate_into, call.grad_scale)
             metrics = metrics[0, 1:]
+        return self.output(call, value, metrics, tokens, plan)
+
+    def output(
+        self,
+        call: CallArguments,
+        value: Tensor,
+        metrics: Tensor,
+        tokens: Mapping[str, Tensor],
+        plan: Plan | None,
+    ) -> LossOutput:
+        """The result of a call, in the shape of its targets: step 5 of `solve`."""
+        loss = call.loss
         if call.mask is not None:
             warn_of_zeros(call.mask, loss, plan)
-        if tokens:
-            tokens = in_call_shape(tokens, head_call.targets, call.targets.shape, loss.ignore_index)
+        tokens = {name: x.view(call.targets.shape) for name, x in tokens.items()}
         named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
         return loss.finish(LossOutput(value, named, plan, tokens), call)
 
-    def bind(self, call: CallArguments) -> HeadCall:
-        """Check and prepare the arguments of a call, and return its `HeadCall`: steps 1 to 3 of `solve`."""
+    def read_heads(self, call: CallArguments) -> None:
+        """Replace the head modules of a call by their tensors, and its loss by one with their options."""
         inputs = call.inputs
-        mask = call.mask
-        sampling_mask = inputs.pop("sampling_mask", None)
         if is_head(call.weight, *inputs.values()) or not isinstance(call.weight, Tensor | SplitHead):
             self.check_tensors(hidden=call.hidden)
             operands = {"hidden": call.hidden, "weight": call.weight, "bias": call.bias, **inputs}
@@ -381,6 +404,13 @@ class LinearLoss(CheckedCall):
             call.loss, inputs = resolve_heads(self, operands)
             call.hidden, call.weight, call.bias = map(inputs.pop, ("hidden", "weight", "bias"))
             call.inputs = inputs
+
+    def bind(self, call: CallArguments) -> HeadCall:
+        """Check and prepare the arguments of a call, and return its `HeadCall`: steps 1 to 3 of `solve`."""
+        self.read_heads(call)
+        inputs = call.inputs
+        mask = call.mask
+        sampling_mask = inputs.pop("sampling_mask", None)
         loss = call.loss
         tensors = {"hidden": call.hidden, "targets": call.targets, "mask": mask}
         tensors |= {self.boundaries_argument: call.cu_seqlens, **inputs}
@@ -448,3 +478,36 @@ class LinearLoss(CheckedCall):
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
         """Return the result of the call, given the result of the engine."""
         return out
+
+
+def replayable_arguments(call: CallArguments) -> Replayable | None:
+    """The arguments of a call whose pass may be captured, from `LinearLoss.bind` on; None for other calls."""
+    loss, num_items = call.loss, call.num_items
+    if torch.compiler.is_compiling() or not loss.compact or loss.reduction == "none":
+        return None
+    if loss.tp_group is not None or loss.cp_group is not None or call.grad_scale != 1.0:
+        return None
+    if call.cu_seqlens is not None or call.accumulate_into is not None:
+        return None
+    if isinstance(call.weight, SplitHead) or not isinstance(call.targets, Tensor):
+        return None
+    if type(num_items) in (int, float) and math.isfinite(num_items):
+        wide = torch.promote_types(call.hidden.dtype, torch.float32)
+        num_items = torch.full((), num_items, dtype=wide, device=call.targets.device)
+    given: dict[str, Tensor | None] = {"hidden": call.hidden, "targets": call.targets, "mask": call.mask}
+    given["num_items"] = num_items
+    heads: dict[str, Tensor | None] = {"weight": call.weight, "bias": call.bias}
+    inputs = tuple(call.inputs)
+    for name, x in call.inputs.items():
+        (heads if loss.roles.get(name) is Role.HEAD else given)[name] = x
+    shift = call.shift
+
+    def bind(static: Named) -> HeadCall:
+        tensors = {**static, **heads}
+        passed = {name: tensors[name] for name in inputs}
+        moved = CallArguments(loss, static["hidden"], heads["weight"], static["targets"], passed)
+        moved.bias, moved.num_items = heads["bias"], static["num_items"]
+        moved.shift, moved.mask = shift, static["mask"]
+        return loss.bind(moved)
+
+    return replayable(loss, given, heads, (shift, inputs), bind)

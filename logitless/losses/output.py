@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Never
 
-import torch
 from torch import Tensor
 
 from logitless.engine.plan import Plan
@@ -73,18 +72,3 @@ class LossOutput(NamedTuple):
             remedy = f"make the loss with {option}=True (a LogitsLoss has no such option)"
             raise AttributeError(f"{name}: expected a loss that returns them, got {option}=False; {remedy}.")
         return self.tokens[name]
-
-
-def in_call_shape(
-    tokens: Mapping[str, Tensor],  # (N,) each
-    targets: Tensor,  # (N,), as the call shifted and masked them
-    shape: torch.Size,
-    ignore_index: int,
-) -> dict[str, Tensor]:
-    """Return per-token statistics in the shape of the call's targets."""
-    statistics = dict(tokens)
-    if "predictions" in statistics:
-        statistics["predictions"] = statistics["predictions"].masked_fill(
-            targets == ignore_index, ignore_index
-        )
-    return {name: x.view(shape) for name, x in statistics.items()}

@@ -13,6 +13,8 @@ from logitless.engine import captured, early_projection, remembered
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY
 from logitless.engine.host_copy import HostCopy
+from logitless.losses.base import LinearLoss
+from tests.losses import every_loss
 from tests.support import DEVICE
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -183,6 +185,77 @@ def test_equal_results(run, dtype, replays, monkeypatch):
         actual = results(run, x, scale=0.5 * seed)
         expect_equal(actual, by_readable_pass(run, x, monkeypatch, scale=0.5 * seed))
     assert replays == [True] * 5
+
+
+# Not captured: statistics of tokens, several heads, a user's class, integer inputs.
+NEVER = ("logprobs", "multi-token", "Medusa", "own TokenLoss", "own LogitsLoss", "top-k teacher")
+
+
+@pytest.mark.parametrize("name", every_loss.LOSSES)
+def test_every_loss(name, replays, monkeypatch):
+    heads = every_loss.heads()
+    x = every_loss.given(6, ignored=0.0)
+
+    def run():
+        value, *others = every_loss.LOSSES[name](x, heads)
+        found = every_loss.gradients(value, x, heads)
+        return [value.detach(), *others, *found.values()]
+
+    for _ in range(REPLAYED):
+        run()
+    for seed in (1, 2):
+        with torch.no_grad():
+            for (_, old), (_, new) in zip(
+                x.items(), every_loss.given(6, seed=seed, ignored=0.0).items(), strict=True
+            ):
+                old.copy_(new)
+        actual = run()
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "CAPTURES_ON", ())
+            expect_equal(tensors(actual), tensors(run()))
+    assert replays == ([] if name in NEVER else [True] * 3)
+
+
+def masked(x):
+    mask = torch.arange(T, device=DEVICE).expand(B, T) > 1
+    return linear_cross_entropy(x.hidden, x.weight, x.targets, mask=mask, shift=True), ()
+
+
+def halved(x):
+    """Rows of hidden that are not contiguous, and another number of items in every call."""
+    number = int(10 * x.items) + 1
+    return linear_cross_entropy(
+        x.hidden[:, 1:], x.weight, x.targets[:, 1:].contiguous(), num_items=number
+    ), ()
+
+
+def by_module(x):
+    head = torch.nn.Linear(H, V, device=DEVICE)
+    head.weight, head.bias = torch.nn.Parameter(x.weight), torch.nn.Parameter(x.bias)
+    out = CrossEntropyLoss(return_logps=True)(x.hidden, head, x.targets)
+    return out.loss, (), out.logps
+
+
+@pytest.mark.parametrize("run", [masked, halved, by_module])
+def test_arguments_that_are_bound_in_the_graph(run, replays, monkeypatch):
+    """The mask and the shift are applied again for the values of each call."""
+    x = Operands()
+    warm(run, x)
+    for seed in range(1, 4):
+        x.refill(seed)
+        expect_equal(results(run, x), by_readable_pass(run, x, monkeypatch))
+    assert replays == [True] * 4
+
+
+@pytest.mark.parametrize("run", LOSSES)
+def test_a_replay_checks_nothing_again(run, monkeypatch):
+    """A call that is replayed is neither bound nor prepared."""
+    x = Operands()
+    warm(run, x)
+    monkeypatch.setattr(LinearLoss, "bind", lambda *arguments: pytest.fail("bound"))
+    x.refill(1)
+    if DEVICE.type == "cuda":  # a simulated replay runs the pass
+        results(run, x)
 
 
 @pytest.mark.parametrize("run", LOSSES)
