@@ -86,50 +86,46 @@ def replayable(
         loss, given, heads, bind: as in `Replayable`.
         options: what else the kernels depend on.
     """
-    weight, hidden, targets = heads["weight"], given["hidden"], given["targets"]
-    if weight is None or hidden is None or targets is None:
-        return None
-    tensors = [*given.values(), *heads.values()]
-    if not all([x is None or type(x) in PLAIN for x in tensors]):
+    weight, targets = heads["weight"], given["targets"]
+    if weight is None or targets is None or given["hidden"] is None:
         return None
     device = weight.device
     if device.type not in CAPTURES_ON or not loss.identity or not is_of_library(loss):
         return None
     if targets.numel() * weight.shape[0] * 2 > most_bytes(device):  # two bytes are the least of a logit
         return None
-    if not all([x is None or x.device == device for x in tensors]):
-        return None
-    # Rows of features are read as they are, where they are not flattened. The graph reads contiguous ones.
-    if not all(
-        [x is None or x.dim() != 2 or x.is_contiguous() or not x.is_floating_point() for x in given.values()]
-    ):
-        return None
     if is_switched_off() or is_observed() or torch.is_inference_mode_enabled() or is_capturing(device):
         return None
     matmul = torch.backends.cuda.matmul
-    key = (
+    key: list[Hashable] = [
         type(loss),
         loss.identity,
         options,
-        device,
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         torch.get_default_dtype(),
         matmul.fp32_precision,  # `allow_tf32` raises an error where this one was set
         matmul.allow_bf16_reduced_precision_reduction,
-        *given,
-        *[
-            None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad, is_same(x, targets))
-            for x in given.values()
-        ],
-        *heads,
-        *[
-            None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad)
-            for x in heads.values()
-        ],
-    )
-    return Replayable(loss, key, given, heads, bind)
+        device,
+    ]
+    for tensors in (given, heads):
+        for name, x in tensors.items():
+            key.append(name)
+            if x is None:
+                continue
+            if type(x) not in PLAIN or x.device != device:
+                return None
+            key += (x.shape, x.stride(), x.dtype, x.requires_grad)
+            if tensors is heads:
+                key.append(x.data_ptr())
+                continue
+            # Rows of features are read as they are, if they are not flattened; the graph reads contiguous
+            # ones.
+            if x.dim() == 2 and x.is_floating_point() and not x.is_contiguous():
+                return None
+            key.append(is_same(x, targets))
+    return Replayable(loss, tuple(key), given, heads, bind)
 
 
 def replayed(call: Replayable) -> Solved | None:

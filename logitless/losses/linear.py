@@ -359,7 +359,7 @@ class LinearLoss(CheckedCall):
         result = None if arguments is None else replayed(arguments)
         if result is not None:
             value, metrics, tokens, plan = result
-            return self.output(call, value, metrics[0, 1:], tokens, plan)
+            return self.output(call, value, metrics[0], tokens, plan)
         head_call = self.bind(call)
         if arguments is not None:
             head_call = head_call.made_of(arguments)
@@ -370,13 +370,10 @@ class LinearLoss(CheckedCall):
         elif call.grad_scale != 1.0:
             expected = "1.0 without accumulate_into"
             raise value_error("grad_scale", expected, call.grad_scale, "scale the loss itself")
-        loss = call.loss
-        if loss.reduction == "none":
-            value, metrics, tokens, plan = unreduced_loss(head_call, call.targets.shape)
-        else:
-            value, metrics, tokens, plan = run_calls([head_call], mode, call.accumulate_into, call.grad_scale)
-            metrics = metrics[0, 1:]
-        return self.output(call, value, metrics, tokens, plan)
+        if call.loss.reduction == "none":
+            return self.output(call, *unreduced_loss(head_call, call.targets.shape))
+        value, metrics, tokens, plan = run_calls([head_call], mode, call.accumulate_into, call.grad_scale)
+        return self.output(call, value, metrics[0], tokens, plan)
 
     def output(
         self,
@@ -386,12 +383,13 @@ class LinearLoss(CheckedCall):
         tokens: Mapping[str, Tensor],
         plan: Plan | None,
     ) -> LossOutput:
-        """The result of a call, in the shape of its targets: step 5 of `solve`."""
+        """The result of a call: step 5 of `solve`. The last of `metrics` are those of `metric_names`."""
         loss = call.loss
         if call.mask is not None:
             warn_of_zeros(call.mask, loss, plan)
         tokens = {name: x.view(call.targets.shape) for name, x in tokens.items()}
-        named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
+        names = loss.metric_names
+        named = dict(zip(names, metrics.unbind()[-len(names) :], strict=True)) if names else {}
         return loss.finish(LossOutput(value, named, plan, tokens), call)
 
     def read_heads(self, call: CallArguments) -> None:
