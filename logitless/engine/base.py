@@ -43,8 +43,7 @@ from torch.autograd import forward_ad
 
 from logitless.engine import captured
 from logitless.engine.budget import plan_for
-from logitless.engine.call import HeadCall, Signature, pack, unpack, with_needs
-from logitless.engine.captured import Replayable
+from logitless.engine.call import HeadCall, Replayable, Signature, pack, unpack, with_needs
 from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import over_rows
 from logitless.engine.gradients import Gradients, Solved, either, finish

@@ -8,9 +8,9 @@ calls whose backward pass runs a pass, and compiled graphs, use them: the tensor
 tensors, or the arguments of an operator.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary, Shards, WholeVocabulary
 
-if TYPE_CHECKING:
-    from logitless.engine.captured import Replayable
+Named = Mapping[str, Tensor | None]
 
 
 class Needs(NamedTuple):
@@ -54,6 +53,16 @@ class TrainedIndices(NamedTuple):
     weight: int
     bias: int | None
     layers: tuple[int, ...]
+
+
+class Replayable(NamedTuple):
+    """A call whose pass may be captured, before its arguments are checked."""
+
+    loss: LossSpec
+    key: Hashable  # all on which its kernels depend, except for the values of `given`
+    given: Named  # the tensors that are copied for each replay
+    heads: Named  # those that the graph reads at their own addresses: "weight", "bias" and further heads
+    bind: Callable[[Named], "HeadCall"]  # the checked call of other tensors in the place of `given`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +94,7 @@ class HeadCall:
     # The shard sizes and kernels of all ranks that share the head, after the ranks have exchanged them.
     shards: Shards | None = None
     # The arguments of which the call was made, if its pass may be captured.
-    replayable: "Replayable | None" = None
+    replayable: Replayable | None = None
 
     # Derived from the fields above, and set together with `needs`.
     trainable: bool = field(init=False)  # whether anything needs a gradient
@@ -156,7 +165,7 @@ class HeadCall:
         call.__dict__.update(self.__dict__, targets=targets, inputs=inputs)
         return call
 
-    def made_of(self, arguments: "Replayable") -> "HeadCall":
+    def made_of(self, arguments: Replayable) -> "HeadCall":
         """Return the call with the arguments of which it was made."""
         call = self.with_targets(self.targets, self.inputs)
         call.__dict__["replayable"] = arguments

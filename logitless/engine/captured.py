@@ -22,15 +22,15 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from logitless.engine.budget import plan_for
-from logitless.engine.call import HeadCall
+from logitless.engine.call import HeadCall, Named, Replayable
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
 from logitless.engine.early_projection import Streak, is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
@@ -62,17 +62,6 @@ _LOCK = threading.Lock()
 
 # The pass: (call, its rows, the sums of its gradients) -> `Solved`.
 Solve = Callable[[HeadCall, Rows, Gradients], Solved]
-Named = Mapping[str, Tensor | None]
-
-
-class Replayable(NamedTuple):
-    """A call whose pass may be captured, before its arguments are checked."""
-
-    loss: LossSpec
-    key: Hashable  # all on which its kernels depend, except for the values of `given`
-    given: Named  # the tensors that are copied for each replay
-    heads: Named  # those that the graph reads at their own addresses: "weight", "bias" and further heads
-    bind: Callable[[Named], HeadCall]  # the checked call of other tensors in the place of `given`
 
 
 def replayable(

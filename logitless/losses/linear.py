@@ -12,8 +12,8 @@ from torch import Tensor
 import logitless.engine.operators  # noqa: F401, registers the operators of compiled graphs
 from logitless.engine.base import Mode, replayed, run_calls
 from logitless.engine.batch import Batch
-from logitless.engine.call import HeadCall, make_head_call
-from logitless.engine.captured import Named, Replayable, replayable
+from logitless.engine.call import HeadCall, Named, Replayable, make_head_call
+from logitless.engine.captured import replayable
 from logitless.engine.gradients import check_main_gradient
 from logitless.engine.graph_names import constant_in_graphs, register_loss
 from logitless.engine.head_view import is_head
