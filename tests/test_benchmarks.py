@@ -496,6 +496,14 @@ def test_the_picture_has_the_runs_of_the_most_implementations():
     assert tables.widest([newer, many, few]) is many
 
 
+def test_the_picture_and_the_page_have_the_same_errors():
+    from benchmarks.harness.report import RESULTS, every
+    from benchmarks.pages.claims import GRADIENTS, READ, document
+
+    drawn = tables.together([each for _, each in every("convergence", RESULTS, partial=True)])["gradients"][0]
+    assert drawn == document(GRADIENTS)["gradients"][READ]
+
+
 def test_no_two_tables_of_steps_have_one_title():
     page = (ROOT / "docs/layers.md").read_text()
     block = page.partition("<!-- benchmarks:step -->")[2].partition("<!-- /benchmarks:step -->")[0]

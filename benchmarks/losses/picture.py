@@ -121,7 +121,6 @@ def label(name: str, sections: list[dict]) -> str:
     ends = [N for N, row in rows if row["verdict"] == "out of memory"]
     above, where = max(((row["ratio"], N) for N, row in rows if row.get("ratio")), default=(0, 0))
     notes = [f"out of memory at {short(ends[0])}"] if ends else []
-    notes += [f"failed at {short(N)}" for N, row in rows if row["verdict"] == "failed"]
     notes += [f"{above:.0f}x at {short(where)}, off the axis"] if above > MOST else []
     short_name = name.partition(",")[0]
     return f"{short_name} ({'; '.join(notes)})" if notes else short_name

@@ -32,7 +32,7 @@ IMPLEMENTATIONS = {
     "full logits, PyTorch": ("eager, fp32 upcast",),
     "full logits, torch.compile": ("torch.compile",),
     "torch `F.linear_cross_entropy`, chunked": (
-        "torch F.linear_cross_entropy, none",
+        "torch F.linear_cross_entropy, reduction='none'",
         "torch F.linear_cross_entropy",
     ),
     "Liger (Triton; JSD: its chunked loss)": ("Liger", "Liger chunked_loss"),
@@ -58,21 +58,34 @@ def losses(documents: dict[str, dict]) -> str:
         cells = [cell(section["rows"], prefix) for prefix in COLUMNS.values()]
         body.append([shape, *cells[:-1], f"**{cells[-1]}**"])
     caption = (
-        f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head. Peak memory "
-        "beyond the inputs, gradients included. Where a library has several implementations, the fastest is "
-        "shown. Versions, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+        f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head, one call after a "
+        "pause. Peak memory beyond the inputs, gradients included. N: tokens, T: tokens of a sequence, H: hidden "
+        "size, V: vocabulary; DPO has a reference model. Full logits: cast to fp32, as transformers does; "
+        "torch.compile: the same, compiled. TRL: its chunked kernels, as SFT, DPO and GRPO use them. Of several "
+        "implementations of a library that were measured, with default options, the fastest is shown. Versions, "
+        "other libraries, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
     )
+    parts = [_table(body, ["loss", *COLUMNS]), caption]
     if "step-lora" in documents:
-        section = documents["step-lora"]["sections"][0]
+        parts += of_steps(documents["step-lora"])
+    return "\n\n".join(parts)
+
+
+def of_steps(document: dict) -> list[str]:
+    """The table of whole steps with LoRA, and its caption."""
+    body = []
+    for section in document["sections"]:
         rows = {row["name"]: row for row in section["rows"]}
-        model = f"{section['model']}, {section['sequences']} x {section['tokens']:,} tokens"
         stock, ours = (time_and_memory(rows[name]) for name in ("LoRA", "LoRA, logitless loss + layers"))
-        body.append([f"whole step, SFT with LoRA, {model}", "", "", "", stock, f"**{ours}**"])
-        caption += (
-            " The last row is a whole step with gradient checkpointing, by TRL and PEFT alone and with both "
-            "flags; its peak memory includes the model ([LoRA](docs/howto/lora.md#what-to-expect))."
-        )
-    return f"{_table(body, ['loss', *COLUMNS])}\n\n{caption}"
+        checkpointing = "with" if section["checkpointing"] else "without"
+        model = f"{section['model']}, {section['sequences']} x {section['tokens']:,} tokens"
+        body.append([f"{model}, {checkpointing} checkpointing", stock, f"**{ours}**"])
+    caption = (
+        f"One {document['device']}, bf16: TRL and PEFT alone, and with both flags, the loss and fused layers. "
+        "Peak memory with the model. Fused layers alone and compiled layers were not measured in this run "
+        "([LoRA](docs/howto/lora.md#what-to-expect) has compiled layers without TRL)."
+    )
+    return [_table(body, ["whole step of SFT with LoRA", "TRL, PEFT", "**logitless**"]), caption]
 
 
 def cell(rows: list[dict], prefix: str) -> str:

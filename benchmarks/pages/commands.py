@@ -120,11 +120,9 @@ def plot(
     if "sweep" in documents:
         drawn = root / "docs" / "ce.png"
         _, small = newest("small", results) or (None, None)
-        heads = proof_tables.with_part(parts, "gradients") if proofs else []
-        picture.draw(documents["sweep"], drawn, small, heads[0]["gradients"][0] if heads else None)
-        typer.echo(
-            f"{drawn}: drawn from {found['sweep'][0]}, the newest small.json and convergence-gradients.json"
-        )
+        heads = proof["gradients"] if proofs else []
+        picture.draw(documents["sweep"], drawn, small, heads[0] if heads else None)
+        typer.echo(f"{drawn}: drawn from {found['sweep'][0]}, and the newest small.json and convergence.json")
     if fitted := newest("activations", results):
         drawn = root / "docs" / "activations.png"
         activations.draw(fitted[1], drawn)

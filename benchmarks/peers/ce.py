@@ -94,7 +94,7 @@ def torch_linear_cross_entropy_accurate():
     return torch_chunks("accurate")
 
 
-@PEERS.add("torch F.linear_cross_entropy, none")
+@PEERS.add("torch F.linear_cross_entropy, reduction='none'")
 def torch_linear_cross_entropy_none():
     chunks = torch_chunks("auto", "none")
 
@@ -130,7 +130,7 @@ def liger_fp32():
 @PEERS.add("Liger, CuTe", package="liger-kernel", needs_cuda=True)
 def liger_cute():
     if not of_cute():
-        raise Absent("needs a separate process with LIGER_KERNEL_IMPL=cutedsl")
+        raise Absent("needs compute capability 10.0, and a process with LIGER_KERNEL_IMPL=cutedsl")
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy
