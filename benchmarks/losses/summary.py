@@ -58,12 +58,12 @@ def losses(documents: dict[str, dict]) -> str:
         cells = [cell(section["rows"], prefix) for prefix in COLUMNS.values()]
         body.append([shape, *cells[:-1], f"**{cells[-1]}**"])
     caption = (
-        f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head, one call after a "
-        "pause. Peak memory beyond the inputs, gradients included. N: tokens, T: tokens of a sequence, H: hidden "
-        "size, V: vocabulary; DPO has a reference model. Full logits: cast to fp32, as transformers does; "
-        "torch.compile: the same, compiled. TRL: its chunked kernels, as SFT, DPO and GRPO use them. Of several "
-        "implementations of a library that were measured, with default options, the fastest is shown. Versions, "
-        "other libraries, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+        f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head, one call after "
+        "a pause. Peak memory beyond the inputs, gradients included. N: tokens, T: tokens of a sequence, H: "
+        "hidden size, V: vocabulary; DPO has a reference model. Full logits: cast to fp32, as transformers "
+        "does; torch.compile: the same, compiled. TRL: its chunked kernels, as SFT, DPO and GRPO use them. "
+        "Of several implementations of a library that were measured, with default options, the fastest is "
+        "shown. Versions, other libraries, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
     )
     parts = [_table(body, ["loss", *COLUMNS]), caption]
     if "step-lora" in documents:
@@ -81,8 +81,8 @@ def of_steps(document: dict) -> list[str]:
         model = f"{section['model']}, {section['sequences']} x {section['tokens']:,} tokens"
         body.append([f"{model}, {checkpointing} checkpointing", stock, f"**{ours}**"])
     caption = (
-        f"One {document['device']}, bf16: TRL and PEFT alone, and with both flags, the loss and fused layers. "
-        "Peak memory with the model. Fused layers alone and compiled layers were not measured in this run "
+        f"One {document['device']}, bf16: TRL and PEFT alone, and with both flags, the loss and fused layers."
+        " Peak memory with the model. Fused layers alone and compiled layers were not measured in this run "
         "([LoRA](docs/howto/lora.md#what-to-expect) has compiled layers without TRL)."
     )
     return [_table(body, ["whole step of SFT with LoRA", "TRL, PEFT", "**logitless**"]), caption]

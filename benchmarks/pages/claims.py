@@ -444,8 +444,8 @@ CLAIMS = (
     *(
         Claim(
             page,
-            "cross-entropy with gradients takes {} GiB and {} ms on one H100; PyTorch with full logits in fp32 "
-            "takes {} GiB and {} ms, and compiled {} GiB and {} ms",
+            "cross-entropy with gradients takes {} GiB and {} ms on one H100; PyTorch with full logits in "
+            "fp32 takes {} GiB and {} ms, and compiled {} GiB and {} ms",
             tuple(
                 ce(1, name, key, unit)
                 for name in ("logitless", "eager, fp32 upcast", "torch.compile")

@@ -326,4 +326,51 @@ PEER_CLAIMS = (
         "unsloth_zoo/fused_losses/cross_entropy_loss.py",
         has=("def _free_target_gb", "logit_softcapping", '"label_smoothing"'),
     ),
+    PeerClaim(
+        UNSLOTH,
+        WHY,
+        "unsloth_zoo is licensed under the LGPL",
+        "unsloth_zoo-2026.10.9.dist-info/METADATA",
+        has=("License-Expression: LGPL-3.0-or-later",),
+    ),
+    PeerClaim(
+        LIGER,
+        WHY,
+        "AMD GPUs or NPUs where Liger is in use",
+        "liger_kernel/ops/backends/_ascend/cross_entropy.py",
+    ),
+    PeerClaim(
+        LIGER,
+        WHY,
+        "ignored tokens: projected",
+        "liger_kernel/ops/fused_linear_cross_entropy.py",
+        has=("logits_chunk = _input_chunk @ weight.t()",),
+    ),
+    PeerClaim(
+        CCE,
+        WHY,
+        "ignored tokens: not projected",
+        "cut_cross_entropy/cce.py",
+        has=("_build_flat_valids", "params.valids"),
+    ),
+    PeerClaim(
+        QUACK,
+        WHY,
+        "ignored tokens: projected",
+        QUACK_LOSS,
+        has=("torch.mm(x_chunk, weight.mT, out=logits_chunk)",),
+    ),
+    *(
+        PeerClaim(release, WHY, f"depends on: {entry}", f"{folder}.dist-info/METADATA", has=needed)
+        for release, entry, folder, needed in (
+            (LIGER, "torch, Triton", "liger_kernel-0.8.5", ("Requires-Dist: torch", "Requires-Dist: triton")),
+            (
+                CCE,
+                "torch, Triton",
+                "cut_cross_entropy-25.1.1",
+                ("Requires-Dist: torch", "Requires-Dist: triton"),
+            ),
+            (QUACK, "CUTLASS DSL", "quack_kernels-0.6.5", ("Requires-Dist: nvidia-cutlass-dsl",)),
+        )
+    ),
 )
