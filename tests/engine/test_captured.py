@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -395,6 +396,198 @@ def test_what_changes_is_noticed(change, replays, monkeypatch):
     assert kept is not None
 
 
+class Call:
+    """A call whose properties a test changes one at a time."""
+
+    def __init__(self, kind, options, names, dtype=torch.float32):
+        x = Operands(dtype=dtype)
+        self.kind, self.options = kind, options
+        self.hidden, self.weight, self.targets = x.hidden, x.weight, x.targets
+        inputs = {
+            "class_weights": x.weights,
+            "token_weights": -x.per_token,
+            "ref_hidden": x.ref_hidden,
+            "ref_weight": x.ref_weight,
+            "old_logps": x.per_token,
+            "ref_logps": 1.1 * x.per_token,
+            "advantages": x.per_sequence,
+        }
+        self.arguments = {name: inputs[name] for name in names}
+        self.context = nullcontext
+
+    def results(self):
+        leaves = [x for x in (self.hidden, self.weight, self.arguments.get("bias")) if x is not None]
+        with self.context():
+            out = self.kind(**self.options)(self.hidden, self.weight, self.targets, **self.arguments)
+        found = [out.loss.detach(), *out.metrics.values(), *out.tokens.values()]
+        if out.loss.requires_grad:
+            wanted = [x for x in leaves if x.requires_grad]
+            found += torch.autograd.grad(out.loss, wanted)
+        return found
+
+
+CALLS = {
+    "cross-entropy": (CrossEntropyLoss, {"label_smoothing": 0.1}, ("class_weights", "token_weights")),
+    "DPO": (DPOLoss, {"beta": 0.3}, ("ref_hidden", "ref_weight")),
+    "GRPO": (GRPOLoss, {"beta": 0.1}, ("old_logps", "ref_logps", "advantages")),
+}
+
+
+def fewer_tokens(x):
+    """In tensors of the same strides."""
+    x.hidden, x.targets = x.hidden.detach()[:2].requires_grad_(), x.targets[:2]
+    for name, y in x.arguments.items():
+        if y.shape[0] == B:
+            x.arguments[name] = y[:2]
+
+
+def other_strides(x):
+    x.hidden = x.hidden.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+
+
+def other_strides_of_the_head(x):
+    x.weight = x.weight.detach().t().contiguous().t().requires_grad_()
+
+
+def in_bf16(x):
+    x.hidden, x.weight = (y.detach().bfloat16().requires_grad_() for y in (x.hidden, x.weight))
+    for name in ("ref_hidden", "ref_weight"):
+        if name in x.arguments:
+            x.arguments[name] = x.arguments[name].bfloat16()
+
+
+def inputs_in_fp64(x):
+    for name in ("class_weights", "token_weights", "old_logps", "advantages"):
+        if name in x.arguments:
+            x.arguments[name] = x.arguments[name].double()
+
+
+def targets_in_int32(x):
+    x.targets = x.targets.int()
+
+
+def a_constant_hidden(x):
+    x.hidden = x.hidden.detach()
+
+
+def a_frozen_weight(x):
+    x.weight.requires_grad_(False)
+
+
+def a_bias(x):
+    x.arguments["bias"] = torch.linspace(-1, 1, V, device=DEVICE, dtype=x.weight.dtype).requires_grad_()
+
+
+def a_shift(x):
+    x.arguments["shift"] = True
+
+
+def a_mask(x):
+    x.arguments["mask"] = torch.arange(T, device=DEVICE).expand(B, T) > 1
+
+
+def a_divisor(x):
+    x.arguments["num_items"] = 7
+
+
+def another_option(x):
+    x.options = x.options | {"temperature": 0.7}
+
+
+def another_ignore_index(x):
+    x.options = x.options | {"ignore_index": int(x.targets[0, 0])}
+
+
+def statistics_too(x):
+    x.options = x.options | {"return_logps": True}
+
+
+def under_autocast(x):
+    x.context = lambda: torch.autocast(DEVICE.type, torch.bfloat16)
+
+
+def under_no_grad(x):
+    x.context = torch.no_grad
+
+
+def without_an_input(x):
+    for name in ("class_weights", "ref_weight", "old_logps"):
+        if name in x.arguments:
+            x.arguments.pop(name)
+    if "ref_hidden" in x.arguments:
+        x.arguments["ref_logps"] = x.arguments.pop("ref_hidden").float().mean((1, 2))
+
+
+PROPERTIES = (
+    fewer_tokens,
+    other_strides,
+    other_strides_of_the_head,
+    in_bf16,
+    inputs_in_fp64,
+    targets_in_int32,
+    a_constant_hidden,
+    a_frozen_weight,
+    a_bias,
+    a_shift,
+    a_mask,
+    a_divisor,
+    another_option,
+    another_ignore_index,
+    statistics_too,
+    under_autocast,
+    under_no_grad,
+    without_an_input,
+)
+
+
+@pytest.mark.parametrize("change", PROPERTIES)
+@pytest.mark.parametrize("name", CALLS)
+def test_each_property_of_a_call_is_in_its_key(name, change, replays, monkeypatch):
+    """A call that differs in one property is not replayed by the pass of another, and equal to the bit."""
+    first, other = Call(*CALLS[name]), Call(*CALLS[name])
+    if change not in (other_strides_of_the_head, in_bf16):
+        other.weight = first.weight
+    change(other)
+
+    def run(call):
+        if change is a_frozen_weight:
+            first.weight.requires_grad_(call is first)
+        actual = call.results()
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "CAPTURES_ON", ())
+            expect_equal(actual, call.results())
+
+    monkeypatch.setattr(captured, "SIGHTINGS", 1)
+    for call in (first, other):
+        for _ in range(LIKELY + 1):
+            run(call)
+        assert replays
+    run(first)
+
+
+def of_other_strides(base):
+    return base.view(-1)[: V * H].view(V, H)
+
+
+def of_fewer_ids(base):
+    return base[: V - 1, :H]
+
+
+@pytest.mark.parametrize("other", [of_other_strides, of_fewer_ids])
+def test_two_heads_at_one_address(other, monkeypatch):
+    x = Operands()
+    x.targets %= V - 1
+    base = torch.randn(V, 2 * H, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+
+    def run(x):
+        return linear_cross_entropy(x.hidden, x.weight, x.targets), ()
+
+    for view in (lambda base: base[:, :H], other):
+        x.weight = view(base).requires_grad_()
+        warm(run, x)
+        expect_equal(results(run, x), by_readable_pass(run, x, monkeypatch))
+
+
 def test_the_options_of_the_loss(replays, monkeypatch):
     """Losses with equal fields share a pass, others do not."""
     x = Operands()
@@ -437,6 +630,14 @@ def test_without_gradients(replays, monkeypatch):
                 expected, expected_metrics, expected_logps = pairs(x)
             expect_equal([loss, *metrics, logps], [expected, *expected_metrics, expected_logps])
     assert replays == [True] * 3
+
+
+def test_with_gradients_after_calls_without(monkeypatch):
+    x = Operands()
+    with torch.no_grad():
+        warm_calls = [cross_entropy(x) for _ in range(REPLAYED)]
+    assert captured._PASSES and not warm_calls[-1][0].requires_grad
+    expect_equal(results(cross_entropy, x), by_readable_pass(cross_entropy, x, monkeypatch))
 
 
 def test_pairs_of_alternating_lengths(replays):
