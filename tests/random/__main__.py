@@ -45,9 +45,10 @@ def main(
     warnings.simplefilter("ignore")
     searches = []
     if only is not Part.TRAINERS:
-        from tests.random.test_losses import SEARCHES
+        from tests.random import test_losses, test_replayed
 
-        searches += [("losses", *item) for item in SEARCHES.items()]
+        both = test_losses.SEARCHES | test_replayed.SEARCHES
+        searches += [("losses", *item) for item in both.items()]
     if only is not Part.LOSSES:
         from tests.random.test_trainers import SEARCHES
 
