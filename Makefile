@@ -3,8 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# One more than two cores: the processes wait for their ranks and compilers a quarter of the time.
-JOBS ?= 3
+JOBS ?= 2
 GPU_JOBS ?= 8
 # What runs on a GPU where there is one; everything else runs on the CPU anyway.
 GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel) $(LAYER_KERNELS)

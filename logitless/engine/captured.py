@@ -167,7 +167,7 @@ def captured_solve(
 
 
 def _of_head_call(call: HeadCall, fixed_dtypes: bool) -> Replayable | None:
-    """A call that comes from a compiled graph, with its arguments already checked."""
+    """The checked call: in a compiled graph, and if the arguments are not all plain tensors."""
     given = {"hidden": call.hidden, "targets": call.targets, "num_items": call.num_items}
     heads = {"weight": call.weight, "bias": call.bias}
     for name, x in call.inputs.items():
