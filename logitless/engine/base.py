@@ -190,7 +190,7 @@ class CallSpec:
     main: Tensor | None = None
     grad_scale: float = 1.0
     solved: Solved | None = None  # the result of a captured pass, in the place of the heads
-    plan: Plan | None = None  # set by an eager forward pass
+    plan: Plan | None = None  # that of `solved`, or set by an eager forward pass
 
 
 class FusedLinearBase(torch.autograd.Function):
@@ -199,7 +199,8 @@ class FusedLinearBase(torch.autograd.Function):
     Steps:
 
     1. A loss checks and flattens its arguments to one `HeadCall` per head (`engine.call.make_head_call`; the
-       loss's own `prepare` comes before it), and `run_calls` applies this Function.
+       loss's own `prepare` comes before it), and `run_calls` applies this Function. A call whose pass was
+       captured skips this and step 3: `replayed` applies the Function to a finished `Solved`.
     2. `forward` runs a pass: `solve` for a reduced loss, `token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the spans and runs the chunk loop (`run_spans`).
     4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred

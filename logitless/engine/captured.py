@@ -64,27 +64,35 @@ _LOCK = threading.Lock()
 Solve = Callable[[HeadCall, Rows, Gradients], Solved]
 
 
+def is_eligible(loss: LossSpec, hidden: object, weight: object, targets: object) -> bool:
+    """Whether the pass of a call may be captured: it is small, and runs the code of this library alone."""
+    if not (type(hidden) in PLAIN and type(weight) in PLAIN and type(targets) in PLAIN):
+        return False
+    device = weight.device
+    if device.type not in CAPTURES_ON or not loss.identity or not is_of_library(loss):
+        return False
+    if weight.dim() != 2 or not hidden.is_floating_point():
+        return False
+    return (
+        targets.numel() * weight.shape[0] * 2 <= most_bytes(device)  # two bytes are the least of a logit
+        and not is_switched_off()
+        and not is_observed()
+        and not torch.is_inference_mode_enabled()
+        and not is_capturing(device)
+    )
+
+
 def replayable(
     loss: LossSpec, given: Named, heads: Named, options: Hashable, bind: Callable[[Named], HeadCall]
 ) -> Replayable | None:
-    """Return the call as a `Replayable`; None if its pass may not be captured.
-
-    The call must be small, and must run the code of this library alone.
+    """Return an eligible call as a `Replayable`; None if its tensors do not allow a capture.
 
     Args:
         loss, given, heads, bind: as in `Replayable`.
         options: what else the kernels depend on.
     """
     weight, targets = heads["weight"], given["targets"]
-    if weight is None or targets is None or given["hidden"] is None:
-        return None
     device = weight.device
-    if device.type not in CAPTURES_ON or not loss.identity or not is_of_library(loss):
-        return None
-    if targets.numel() * weight.shape[0] * 2 > most_bytes(device):  # two bytes are the least of a logit
-        return None
-    if is_switched_off() or is_observed() or torch.is_inference_mode_enabled() or is_capturing(device):
-        return None
     matmul = torch.backends.cuda.matmul
     key: list[Hashable] = [
         type(loss),
@@ -103,16 +111,16 @@ def replayable(
             key.append(name)
             if x is None:
                 continue
-            if type(x) not in PLAIN or x.device != device:
+            if type(x) not in PLAIN or x.device != device or x.layout is not torch.strided:
                 return None
             key += (x.shape, x.stride(), x.dtype, x.requires_grad)
             if tensors is heads:
                 key.append(x.data_ptr())
                 continue
-            # Rows of features are read as they are, if they are not flattened; the graph reads contiguous
-            # ones.
-            if x.dim() == 2 and x.is_floating_point() and not x.is_contiguous():
-                return None
+            # The graph reads contiguous rows, and so does the uncaptured pass of these tensors.
+            if x.is_floating_point() and x.dim() > 1 and not x.is_contiguous():
+                if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
+                    return None
             key.append(is_same(x, targets))
     return Replayable(loss, tuple(key), given, heads, bind)
 
@@ -124,7 +132,7 @@ def replayed(call: Replayable) -> Solved | None:
     try:
         CapturedPass.calls += 1
         captured = _PASSES.get(call.key)
-        if captured is None or not captured.streak.is_long():
+        if captured is None or not captured.is_expected():
             return None
         solved = captured.run(call)
         if solved is None:
@@ -155,9 +163,11 @@ def captured_solve(
     if raw is None or not _LOCK.acquire(blocking=False):
         return False, None
     try:
+        CapturedPass.calls += call.replayable is None  # `replayed` has counted the others
         captured = _PASSES.get(raw.key) or _new_pass(raw, call, rows, streak, solve, fixed_dtypes)
         if captured is None:
             return False, None
+        captured.expected = rows
         solved = captured.run(raw)
         if solved is None:
             _drop(raw.key)
@@ -167,7 +177,9 @@ def captured_solve(
 
 
 def _of_head_call(call: HeadCall, fixed_dtypes: bool) -> Replayable | None:
-    """The checked call: in a compiled graph, and if the arguments are not all plain tensors."""
+    """The checked call: in a compiled graph, and if the arguments do not allow a capture."""
+    if not is_eligible(call.loss, call.hidden, call.weight, call.targets):
+        return None
     given = {"hidden": call.hidden, "targets": call.targets, "num_items": call.num_items}
     heads = {"weight": call.weight, "bias": call.bias}
     for name, x in call.inputs.items():
@@ -270,6 +282,7 @@ class CapturedPass:
 
     Attributes:
         calls: number of calls so far that may be captured.
+        streak, expected: the streak whose rows are those of this pass, and these rows.
         last_use: `calls` when this pass was last replayed.
     """
 
@@ -297,7 +310,8 @@ class CapturedPass:
         if not all([x is None or x.dtype == call.dtype for x in raw.heads.values()]):
             raise RuntimeError("the graph would hold a copy of a head")
         self.last_use = CapturedPass.calls
-        self.streak = streak
+        self.streak, self.expected = streak, rows
+        self._every = rows.count == call.targets.shape[0]
         self._fixed_dtypes = fixed_dtypes
         self._rows = rows
         # What `Gradients` reads of a call, but its head.
@@ -310,7 +324,8 @@ class CapturedPass:
         for name, x in raw.given.items():  # an input may be the targets themselves
             if is_same(x, raw.given["targets"]):
                 self._static[name] = self._static["targets"]
-        self._load(raw.given)
+        with torch.no_grad():
+            self._load(raw.given)
         # These follow from which tensors require a gradient, and the static ones do not.
         known = {name: getattr(call, name) for name in ("needs", "indices", "trainable")}
         bind = raw.bind
@@ -337,6 +352,13 @@ class CapturedPass:
         self._d_hidden = None if projection is None else _unowned(projection.d_hidden)
         self._chunk = None if chunk is None else _operands(chunk)
         self._trained = None if chunk is None else self._chunk.trained
+
+    def is_expected(self) -> bool:
+        """Whether the last calls had the supervised rows of this pass."""
+        if not self.streak.is_long():
+            return False
+        last = self.streak.last
+        return last.every if self._every else last.rows is self.expected
 
     def _load(self, given: Named) -> None:
         for x, static in zip(given.values(), self._static.values(), strict=True):

@@ -25,10 +25,10 @@ class CallArguments:
     """The arguments of a call, which `LinearLoss.bind` resolves, and the loss's `prepare` reads and changes.
 
     Attributes:
-        loss: the loss that computes the call. `bind` sets the softcap and logit_scale of a head module, and
-            resolves `tp_group` and `cp_group` to process groups.
+        loss: the loss that computes the call. `read_heads` sets the softcap and logit_scale of a head module,
+            and `bind` resolves `tp_group` and `cp_group` to process groups.
         hidden: (..., H).
-        weight: (V, H); after `bind`, the weight of the module if the caller passed a head module.
+        weight: (V, H); after `read_heads`, the weight of the module if the caller passed a head module.
         targets: (...); after `bind`, with `ignore_index` where `mask` is 0. None if the call has no targets.
         inputs: the other tensors of the loss by name. After `prepare`, the inputs that the class declares.
         heads: weights and biases as the caller passed them, by name; empty if no head is a module.

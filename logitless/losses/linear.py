@@ -13,7 +13,7 @@ import logitless.engine.operators  # noqa: F401, registers the operators of comp
 from logitless.engine.base import Mode, replayed, run_calls
 from logitless.engine.batch import Batch
 from logitless.engine.call import HeadCall, Named, Replayable, make_head_call
-from logitless.engine.captured import replayable
+from logitless.engine.captured import is_eligible, replayable
 from logitless.engine.gradients import check_main_gradient
 from logitless.engine.graph_names import constant_in_graphs, register_loss
 from logitless.engine.head_view import is_head
@@ -343,16 +343,16 @@ class LinearLoss(CheckedCall):
 
         Steps:
 
-        1. `bind` checks types, reads head modules, resolves process groups, applies the mask and checks the
-           boundaries.
+        1. `read_heads` reads head modules. `bind` checks types, resolves process groups, applies the mask and
+           checks the boundaries.
         2. `prepare`, which subclasses override, computes the declared inputs from the arguments of the user.
         3. `make_head_call` checks shapes by the role of each input, shifts, and flattens to one row per
            token.
         4. The engine runs the call: `run_calls`, or `unreduced_loss` with reduction="none".
         5. `finish`, which subclasses override, adds metrics that the engine does not compute.
 
-        A call whose pass was captured as a CUDA graph, from the arguments on, takes the results of a replay
-        instead of steps 1 to 4 (`replayed`).
+        A call whose pass was captured as a CUDA graph takes the results of a replay (`replayed`) instead of
+        `bind` and steps 2 to 4.
         """
         self.read_heads(call)
         arguments = replayable_arguments(call)
@@ -487,11 +487,13 @@ def replayable_arguments(call: CallArguments) -> Replayable | None:
         return None
     if call.cu_seqlens is not None or call.accumulate_into is not None:
         return None
-    if isinstance(call.weight, SplitHead) or not isinstance(call.targets, Tensor):
+    if type(call.shift) is not bool or not is_eligible(loss, call.hidden, call.weight, call.targets):
         return None
-    if type(num_items) in (int, float) and math.isfinite(num_items):
+    if type(num_items) in (int, float) and math.isfinite(num_items) and loss.reduction == "mean":
         wide = torch.promote_types(call.hidden.dtype, torch.float32)
-        num_items = torch.full((), num_items, dtype=wide, device=call.targets.device)
+        call.num_items = num_items = torch.full((), num_items, dtype=wide, device=call.targets.device)
+    if not (num_items is None or isinstance(num_items, Tensor)):
+        return None
     given: dict[str, Tensor | None] = {"hidden": call.hidden, "targets": call.targets, "mask": call.mask}
     given["num_items"] = num_items
     heads: dict[str, Tensor | None] = {"weight": call.weight, "bias": call.bias}

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, linear_cross_entropy
+from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss, linear_cross_entropy
 from logitless.engine import captured, early_projection, remembered
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY
@@ -248,6 +248,7 @@ def test_arguments_that_are_bound_in_the_graph(run, replays, monkeypatch):
     assert replays == [True] * 4
 
 
+@on_a_gpu  # a simulated replay runs the pass
 @pytest.mark.parametrize("run", LOSSES)
 def test_a_replay_checks_nothing_again(run, monkeypatch):
     """A call that is replayed is neither bound nor prepared."""
@@ -255,8 +256,71 @@ def test_a_replay_checks_nothing_again(run, monkeypatch):
     warm(run, x)
     monkeypatch.setattr(LinearLoss, "bind", lambda *arguments: pytest.fail("bound"))
     x.refill(1)
-    if DEVICE.type == "cuda":  # a simulated replay runs the pass
-        results(run, x)
+    results(run, x)
+
+
+WRONG = {
+    "hidden": (lambda x: {"hidden": (x.hidden,), "num_items": 7}, TypeError, "^hidden: expected a tensor"),
+    "0-d weight": (lambda x: {"weight": x.weight[0, 0]}, ValueError, "^weight: expected shape"),
+    "sparse weight": (lambda x: {"weight": x.weight.detach().to_sparse()}, TypeError, "^weight: expected"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_of_arguments_that_have_no_key(name):
+    change, kind, match = WRONG[name]
+    x = Operands()
+    arguments = {"hidden": x.hidden, "weight": x.weight, "targets": x.targets} | change(x)
+    with pytest.raises(kind, match=match):
+        CrossEntropyLoss()(**arguments)
+
+
+def test_a_pass_keeps_no_graph_of_autograd():
+    """Where nothing is trained, the pass is captured with gradients enabled."""
+    x = Operands()
+    leaf = x.ref_hidden.clone().requires_grad_()
+    for _ in range(REPLAYED):
+        teacher = leaf * 2
+        mark = set()
+        kept = weakref.ref(mark)
+        teacher.grad_fn.metadata["mark"] = mark
+        JSDLoss()(
+            x.hidden.detach(),
+            x.weight.detach(),
+            x.targets,
+            teacher_hidden=teacher,
+            teacher_weight=x.ref_weight,
+        )
+        del teacher, mark
+    assert captured._PASSES
+    gc.collect()
+    assert kept() is None
+
+
+def test_calls_that_are_looked_up_by_the_flattened_call_count():
+    """So that a pass becomes stale."""
+    x = Operands()
+    before = captured.CapturedPass.calls
+    labels = torch.tensor([True, False, True, False], device=DEVICE)
+    for _ in range(REPLAYED):
+        KTOLoss()(x.hidden, x.weight, x.targets, ref_logps=x.per_token, labels=labels, kl=0.1)
+    assert captured._PASSES
+    assert captured.CapturedPass.calls > before
+
+
+def test_a_pass_waits_for_its_rows(replays):
+    """It is not replayed while the last calls had other rows."""
+    x, y = Operands(), Operands()
+    with_fewer_tokens(y)
+    y.weight = x.weight
+    x.targets[0, 0] = y.targets[0, 0] = -100
+    for operands in (x, y):
+        for _ in range(REPLAYED):
+            results(constant_hidden, operands)
+    count = len(replays)
+    x.targets[1, 0] = -100
+    results(constant_hidden, x)
+    assert len(replays) == count
 
 
 @pytest.mark.parametrize("run", LOSSES)
