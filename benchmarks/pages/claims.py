@@ -466,6 +466,11 @@ CLAIMS = (
     ),
     Claim(
         WHY,
+        "measurements with {} to {} of the time of full logits",
+        (stated(0.61, "PyTorch #195829"), stated(0.87, "PyTorch #195829")),
+    ),
+    Claim(
+        WHY,
         "with V 248,320 {} and {}",
         (ce(9, QUACK, "hot_ratio"), ce(9, "logitless", "hot_ratio")),
     ),

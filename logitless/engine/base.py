@@ -129,10 +129,10 @@ def replayed(call: Replayable) -> CallResult | None:
     solved = captured.replayed(call)
     if solved is None:
         return None
-    given, heads = call.given, call.heads
-    tensors = [given["hidden"], heads["weight"], *([] if heads["bias"] is None else [heads["bias"]])]
+    bias = call.heads["bias"]
+    tensors = [call.given["hidden"], call.heads["weight"], *([] if bias is None else [bias])]
     trainable = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    run = CallSpec(Mode.SOLVED, None, solved=solved, plan=solved.plan)
+    run = CallSpec(Mode.SOLVED, None, solved=solved)
     return _results(run, tensors, call.loss, trainable=trainable)
 
 
@@ -190,7 +190,7 @@ class CallSpec:
     main: Tensor | None = None
     grad_scale: float = 1.0
     solved: Solved | None = None  # the result of a captured pass, in the place of the heads
-    plan: Plan | None = None  # that of `solved`, or set by an eager forward pass
+    plan: Plan | None = None  # set by an eager forward pass
 
 
 class FusedLinearBase(torch.autograd.Function):
@@ -693,23 +693,20 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
         saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors)]
         outputs = tuple(outputs[:-saved_count])
         return outputs[:-1] if into_main and signature.loss.return_logps else outputs, saved, None
-    solved = run.solved
-    if solved is None:
-        calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
-        loss = calls[0].loss
+    calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
     if run.mode is Mode.PER_TOKEN:
+        loss = calls[0].loss
         statistics = token_statistics(calls[0])
         run.plan = statistics.plan
         names = loss.reader.statistic_names(loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
-    if solved is None:
-        solved = solve(calls, fixed_dtypes=False)
+    solved = solve(calls, fixed_dtypes=False) if run.solved is None else run.solved
     run.plan = solved.plan
     tokens = solved.tokens
     if into_main:
         (call,) = unpack(run.signature, tensors, run.sequences)
         run.plan = _plan_into_main(call, solved)
-        tokens = tokens[:-1] if loss.return_logps else tokens  # without d_logps
+        tokens = tokens[:-1] if signature.loss.return_logps else tokens  # without d_logps
     indices = range(len(tensors) if signature is None else len(signature.needs))
     sums = [solved.gradients.sums.get(index) for index in indices]
     supervised = [solved.gradients.supervised.get(index) for index in indices]

@@ -91,8 +91,8 @@ def replayable(
         loss, given, heads, bind: as in `Replayable`.
         options: what else the kernels depend on.
     """
-    weight, targets = heads["weight"], given["targets"]
-    device = weight.device
+    targets = given["targets"]
+    device = heads["weight"].device
     matmul = torch.backends.cuda.matmul
     key: list[Hashable] = [
         type(loss),
@@ -310,7 +310,8 @@ class CapturedPass:
         if not all([x is None or x.dtype == call.dtype for x in raw.heads.values()]):
             raise RuntimeError("the graph would hold a copy of a head")
         self.last_use = CapturedPass.calls
-        self.streak, self.expected = streak, rows
+        self.streak = streak
+        self.expected = rows
         self._every = rows.count == call.targets.shape[0]
         self._fixed_dtypes = fixed_dtypes
         self._rows = rows

@@ -480,7 +480,8 @@ class LinearLoss(CheckedCall):
 
 def replayable_arguments(call: CallArguments) -> Replayable | None:
     """The arguments of a call whose pass may be captured, from `LinearLoss.bind` on; None for other calls."""
-    loss, num_items = call.loss, call.num_items
+    loss = call.loss
+    num_items = call.num_items
     if torch.compiler.is_compiling() or not loss.compact or loss.reduction == "none":
         return None
     if loss.tp_group is not None or loss.cp_group is not None or call.grad_scale != 1.0:
