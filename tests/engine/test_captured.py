@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import threading
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -51,17 +51,27 @@ def simulated_capture(run, device):
     return replay, results
 
 
+@contextmanager
+def captures():
+    """Calls are captured, without a GPU in a simulation; before and after, there is no pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
+        patch.setattr(early_projection, "_STREAKS", remembered.Remembered())
+        patch.setattr(captured, "CAPTURES_ON", (DEVICE.type,))
+        patch.setattr(captured, "is_switched_off", lambda: False)  # `uncompiled` switches the compiler off
+        if DEVICE.type != "cuda":
+            patch.setattr(captured, "capture", simulated_capture)
+        captured.forget()
+        try:
+            yield
+        finally:
+            captured.forget()
+
+
 @pytest.fixture(autouse=True)
-def capturing(monkeypatch):
-    monkeypatch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
-    monkeypatch.setattr(early_projection, "_STREAKS", remembered.Remembered())
-    monkeypatch.setattr(captured, "CAPTURES_ON", (DEVICE.type,))
-    monkeypatch.setattr(captured, "is_switched_off", lambda: False)  # `uncompiled` switches the compiler off
-    if DEVICE.type != "cuda":
-        monkeypatch.setattr(captured, "capture", simulated_capture)
-    captured.forget()
-    yield
-    captured.forget()
+def capturing():
+    with captures():
+        yield
 
 
 @pytest.fixture
@@ -509,6 +519,10 @@ def other_strides(x):
     x.hidden = x.hidden.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
 
 
+def rows_of_a_wider_tensor(x):
+    x.hidden = torch.cat([x.hidden.detach()] * 2, -1)[..., :H].requires_grad_()
+
+
 def other_strides_of_the_head(x):
     x.weight = x.weight.detach().t().contiguous().t().requires_grad_()
 
@@ -585,6 +599,7 @@ def without_an_input(x):
 PROPERTIES = (
     fewer_tokens,
     other_strides,
+    rows_of_a_wider_tensor,
     other_strides_of_the_head,
     in_bf16,
     inputs_in_fp64,

@@ -1,22 +1,19 @@
 """Random calls that are replayed have the results, to the bit, of the same calls that are not."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 from torch import Tensor
 
-from logitless.engine import captured, early_projection, remembered
+from logitless.engine import captured
 from logitless.engine.early_projection import LIKELY
-from tests.engine.test_captured import expect_equal, simulated_capture
+from tests.engine.test_captured import captures, expect_equal
 from tests.random.calls import Call, World
 from tests.random.known import unknown
 from tests.random.losses import FAMILIES
 from tests.random.search import REPEATED, search
 from tests.random.test_losses import calls, fits, formula, run, solve
-from tests.support import DEVICE
 
 HEADS = ("weight", "bias", "ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
 # Seeds of the calls: equal until the pass is captured, then other values, of which others may be ignored.
@@ -40,31 +37,9 @@ class Fixed(World):
         return kept
 
 
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """Without a GPU a capture is simulated."""
-    with contextlib.ExitStack() as patches:
-
-        def patch(owner, name, value):
-            patches.enter_context(mock.patch.object(owner, name, value))
-
-        patch(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
-        patch(early_projection, "_STREAKS", remembered.Remembered())
-        patch(captured, "CAPTURES_ON", (DEVICE.type,))
-        patch(captured, "SIGHTINGS", 1)
-        patch(captured, "is_switched_off", lambda: False)
-        if DEVICE.type != "cuda":
-            patch(captured, "capture", simulated_capture)
-        captured.forget()
-        try:
-            yield
-        finally:
-            captured.forget()
-
-
 def check(case: Call) -> None:
     family, heads = FAMILIES[case.loss], {}
-    with capturing():
+    with captures(), mock.patch.object(captured, "SIGHTINGS", 1):
         for seed in SEEDS:
             w = Fixed(replace(case, seed=case.seed + seed), heads)
             w.inputs = family.given(w)
