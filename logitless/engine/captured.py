@@ -12,6 +12,9 @@ except for product 3. Outside of the graph, the call copies its tensors to the a
 and computes product 3, so that d_weight is a new tensor. The head is read at its own address, which is a part
 of the key.
 
+With compact=False there is no guess: the graph projects all rows and masks the ignored ones, which may be
+others in every call, and asserts faults on the device.
+
 All graphs of a stream share one memory pool. A lock is held from a replay until the kernels that read its
 results are queued, so no result has to survive in the pool until another replay.
 """
@@ -31,8 +34,9 @@ from torch import Tensor
 
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Named, Replayable
+from logitless.engine.choose import resolve_rows
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
-from logitless.engine.early_projection import Streak, is_same, with_clamped_targets
+from logitless.engine.early_projection import LIKELY, Streak, is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
 from logitless.engine.host_copy import HostCopy
 from logitless.engine.plan import Pass
@@ -47,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Device types on which passes are captured. ROCm has no external events, which `HostCopy` needs in a graph.
 CAPTURES_ON = ("cuda",) if not torch.version.hip and os.environ.get("LOGITLESS_CUDA_GRAPHS") != "0" else ()
-# A pass is captured in this many-th call with its key. A capture takes as long as some calls.
+# A pass is captured in this many-th call with its key, of those that are projected early. A capture takes as
+# long as some calls.
 SIGHTINGS = 3
 # The most passes that are kept. The least recently used one gives its place to a new one, if it was not used
 # in the last STALE calls.
@@ -144,14 +149,14 @@ def replayed(call: Replayable) -> Solved | None:
 
 
 def captured_solve(
-    call: HeadCall, rows: Rows, streak: Streak, solve: Solve, *, fixed_dtypes: bool
+    call: HeadCall, rows: Rows | None, streak: Streak | None, solve: Solve, *, fixed_dtypes: bool
 ) -> tuple[bool, Solved | None]:
     """Run a call by its captured pass, which is captured if its key has come often enough.
 
     Args:
-        call: a call of one head that can be projected early.
-        rows: the rows that are probably supervised.
-        streak: the streak that expects them.
+        call: a call of one head that can be projected early, or with compact=False.
+        rows: the rows that are probably supervised; None with compact=False.
+        streak: the streak that expects them; None with compact=False.
         solve: the pass.
         fixed_dtypes: see `base.solve`.
 
@@ -210,14 +215,21 @@ def _drop(key: Hashable) -> None:
 
 
 def _new_pass(
-    raw: Replayable, call: HeadCall, rows: Rows, streak: Streak, solve: Solve, fixed_dtypes: bool
+    raw: Replayable,
+    call: HeadCall,
+    rows: Rows | None,
+    streak: Streak | None,
+    solve: Solve,
+    fixed_dtypes: bool,
 ) -> "CapturedPass | None":
     """Capture the pass of a call, if its key has come often enough."""
     seen = _SEEN.get(raw.key, 0)
     if seen is None:
         return None
     _SEEN[raw.key] = seen + 1
-    if seen + 1 < SIGHTINGS:
+    # With compact=False as many calls as if the first ones had to agree on their rows: the few calls before a
+    # capture of the whole step by hand need no captured pass.
+    if seen + 1 < (SIGHTINGS if streak is not None else LIKELY + SIGHTINGS):
         return None
     if len(_PASSES) >= MAX_PASSES:
         oldest = min(_PASSES, key=lambda other: _PASSES[other].last_use)
@@ -282,7 +294,8 @@ class CapturedPass:
 
     Attributes:
         calls: number of calls so far that may be captured.
-        streak, expected: the streak whose rows are those of this pass, and these rows.
+        streak, expected: the streak whose rows are those of this pass, and these rows; None with
+            compact=False.
         last_use: `calls` when this pass was last replayed.
     """
 
@@ -292,15 +305,16 @@ class CapturedPass:
         self,
         raw: Replayable,
         call: HeadCall,
-        rows: Rows,
-        streak: Streak,
+        rows: Rows | None,
+        streak: Streak | None,
         solve: Solve,
         *,
         fixed_dtypes: bool,
     ):
         device = call.weight.device
         gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
-        plan = plan_for(call, rows, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
+        probable = resolve_rows(call)[1] if rows is None else rows
+        plan = plan_for(call, probable, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
         if plan.d_weight_parts > 1:
             raise RuntimeError("it has several chunks")
         if plan.chunk_bytes > most_bytes(device):
@@ -312,9 +326,8 @@ class CapturedPass:
         self.last_use = CapturedPass.calls
         self.streak = streak
         self.expected = rows
-        self._every = rows.count == call.targets.shape[0]
+        self._every = probable.count == call.targets.shape[0]
         self._fixed_dtypes = fixed_dtypes
-        self._rows = rows
         # What `Gradients` reads of a call, but its head.
         self._call = call.with_targets(None, {})
         self._call.__dict__.update(dict.fromkeys(("hidden", "weight", "bias", "num_items", "replayable")))
@@ -336,16 +349,25 @@ class CapturedPass:
             static.__dict__.update(known)
             return static
 
-        self._wrong = HostCopy(with_clamped_targets(bound(), rows)[1], repeats=True)
+        self._wrong = None
+        if rows is not None:
+            self._wrong = HostCopy(with_clamped_targets(bound(), rows)[1], repeats=True)
         recorder = _Recorder([self._call], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
-            early, wrong = with_clamped_targets(bound(), rows)
-            self._wrong.copy(wrong)  # first, so that the host need not wait for the pass
-            return solve(early, rows, recorder), recorder.projection, recorder.chunk
+            call = bound()
+            if rows is None:
+                call, chosen = resolve_rows(call)
+            else:
+                chosen = rows
+                call, wrong = with_clamped_targets(call, rows)
+                self._wrong.copy(wrong)  # first, so that the host need not wait for the pass
+            return solve(call, chosen, recorder), recorder.projection, recorder.chunk
 
         self._replay, (solved, projection, chunk) = capture(run, device)
         self._plan = solved.plan
+        # With compact=False the graph computes them.
+        self._rows = Rows(*map(_unowned, solved.rows)) if rows is None else rows
         self._loss, self._metrics, self._deferred = map(
             _unowned, (solved.loss, solved.metrics, solved.deferred)
         )
@@ -356,6 +378,8 @@ class CapturedPass:
 
     def is_expected(self) -> bool:
         """Whether the last calls had the supervised rows of this pass."""
+        if self.streak is None:
+            return True
         if not self.streak.is_long():
             return False
         last = self.streak.last
@@ -373,16 +397,21 @@ class CapturedPass:
         self._load(raw.given)
         self._replay()
         solved = self._copied_results(raw.heads)
-        return None if any(self._wrong.tolist()) else solved
+        return None if self._wrong is not None and any(self._wrong.tolist()) else solved
 
     def _copied_results(self, heads: Named) -> Solved:
         """The results as new tensors, and product 3."""
         call = self._call.with_targets(None, {})
         call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
+        rows = self._rows
+        if self.streak is None:  # those of this replay
+            rows = rows._replace(
+                supervised=_new(rows.supervised), supervised_count=_new(rows.supervised_count)
+            )
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)
-            projection = _ReplayedProjection(self._rows, _new(self._d_hidden))
+            projection = _ReplayedProjection(rows, _new(self._d_hidden))
             if self._chunk is not None:
                 self._chunk.trained = self._trained  # which `add` has set to None
                 gradients.add(self._chunk, projection)
@@ -394,7 +423,7 @@ class CapturedPass:
             _new(self._deferred),
             gradients,
             self._plan,
-            self._rows,
+            rows,
         )
 
 

@@ -110,7 +110,7 @@ _STREAKS = Remembered()
 def over_rows(
     call: HeadCall,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall, Rows, Streak], tuple[bool, Result | None]] | None = None,
+    run_captured: Callable[[HeadCall, Rows | None, Streak | None], tuple[bool, Result | None]] | None = None,
 ) -> Result:
     """Run a pass over the supervised rows of a call.
 
@@ -118,8 +118,9 @@ def over_rows(
         call: the call of one head.
         run: the pass, called as run(call, rows). It runs a second time if the result of an early projection
             is discarded.
-        run_captured: the pass over given rows as a CUDA graph (`captured.captured_solve`): returns whether
-            there is one, and its result, None if other rows are supervised.
+        run_captured: the pass over given rows, with compact=False over all rows, as a CUDA graph
+            (`captured.captured_solve`): returns whether there is one, and its result, None if other rows are
+            supervised.
 
     Returns:
         What `run` returns.
@@ -127,6 +128,10 @@ def over_rows(
     Raises:
         ValueError: a target or an input is invalid (see `spec.Fault`).
     """
+    if run_captured is not None and not call.loss.compact and call.replayable is not None and _is_plain(call):
+        is_captured, result = run_captured(call, None, None)
+        if is_captured:
+            return result
     streak = _streak(call)
     rows = None if streak is None else streak.expected(call)
     if rows is not None and _has_faults(call):
@@ -206,9 +211,7 @@ def _streak(call: HeadCall) -> Streak | None:
     loss = call.loss
     if loss.unmasked or not loss.compact or not loss.identity or not _runs_on_gpu(call.targets):
         return None
-    if loss.tp_group is not None or loss.cp_group is not None:
-        return None
-    if call.layers is not None or call.cu_seqlens is not None or call.sets is not None:
+    if not _is_plain(call):
         return None
     if not all(_is_no_index(x) or is_same(x, call.targets) for x in call.inputs.values()):
         return None
@@ -220,6 +223,13 @@ def _streak(call: HeadCall) -> Streak | None:
     if key not in _STREAKS:
         _STREAKS[key] = Streak()
     return _STREAKS[key]
+
+
+def _is_plain(call: HeadCall) -> bool:
+    """Whether the call has no process group, no layers, no packed sequences and no sampling mask."""
+    loss = call.loss
+    given = loss.tp_group, loss.cp_group, call.layers, call.cu_seqlens, call.sets
+    return all([x is None for x in given])
 
 
 def _runs_on_gpu(targets: Tensor) -> bool:

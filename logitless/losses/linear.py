@@ -86,7 +86,8 @@ class LinearLoss(CheckedCall):
             other than log p(target).
         compact: True: remove unsupervised rows before the first product, which costs one host sync. False: no
             host sync, as CUDA graphs require; all rows are projected, and the packed sequences of a loss with
-            scope "group" form one group.
+            scope "group" form one group. The library replays a small call as a CUDA graph also if other
+            tokens are ignored than in the calls before.
         tp_group: process group for vocabulary parallelism; or a one-dimensional DeviceMesh; or, if the weight
             is a DTensor, the name of a dimension of its mesh. Each rank passes its rows of the head, in the
             order of the ranks: weight (V_r, H) and bias (V_r,), and the same for the heads of a teacher and a
@@ -482,7 +483,7 @@ def replayable_arguments(call: CallArguments) -> Replayable | None:
     """The arguments of a call whose pass may be captured, from `LinearLoss.bind` on; None for other calls."""
     loss = call.loss
     num_items = call.num_items
-    if torch.compiler.is_compiling() or not loss.compact or loss.reduction == "none":
+    if torch.compiler.is_compiling() or loss.reduction == "none":
         return None
     if loss.tp_group is not None or loss.cp_group is not None or call.grad_scale != 1.0:
         return None

@@ -227,6 +227,64 @@ def test_every_loss(name, replays, monkeypatch):
     assert replays == ([] if name in NEVER else [True] * 3)
 
 
+@pytest.mark.parametrize("name", every_loss.LOSSES)
+def test_all_rows(name, replays, monkeypatch):
+    """With compact=False, other tokens are ignored in every call."""
+    heads = every_loss.heads()
+    x = every_loss.given(6)
+
+    def run():
+        value, *others = every_loss.LOSSES[name](x, heads, compact=False)
+        found = every_loss.gradients(1.5 * value, x, heads)
+        return [value.detach(), *others, *found.values()]
+
+    kept = []
+    for seed in range(REPLAYED + 3):
+        refill(x, seed, ignored=0.3 if seed % 3 else 0.0)
+        actual = run()
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "CAPTURES_ON", ())
+            expected = run()
+        kept += zip(tensors(actual), tensors(expected), strict=True)
+    for actual, expected in kept:  # at the end: no later call has changed the results
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert replays == ([] if name in NEVER else [True] * 4)
+
+
+def refill(x, seed, ignored):
+    with torch.no_grad():
+        for (_, old), (_, new) in zip(
+            x.items(), every_loss.given(6, seed=seed, ignored=ignored).items(), strict=True
+        ):
+            old.copy_(new)
+
+
+def test_all_rows_of_calls_without_a_supervised_token(replays):
+    """An upstream gradient of infinity reaches only the rows of supervised tokens, also after later calls."""
+    x = Operands()
+    targets = x.targets
+    calls = []
+    for count in (*range(4, REPLAYED + 4), 0, 9, 0):
+        x.targets = targets.clone()
+        x.targets.view(-1)[count:] = -100
+        calls.append((count, linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)))
+    for count, loss in calls:
+        d_hidden, d_weight = torch.autograd.grad(loss * torch.inf, (x.hidden, x.weight))
+        assert d_hidden.flatten(0, 1).isfinite().all(1).tolist() == [False] * count + [True] * (B * T - count)
+        assert d_weight.isfinite().all() == (count == 0)
+    assert len(replays) == 4
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="an assertion ends the process of a GPU")
+def test_all_rows_assert_the_targets():
+    x = Operands()
+    for _ in range(REPLAYED + 1):
+        linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
+    x.targets[1, 2] = V
+    with pytest.raises(RuntimeError, match="targets: expected ids"):
+        linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
+
+
 def masked(x):
     mask = torch.arange(T, device=DEVICE).expand(B, T) > 1
     return linear_cross_entropy(x.hidden, x.weight, x.targets, mask=mask, shift=True), ()

@@ -112,22 +112,44 @@ def test_capture(name, budget):
 
 
 @needs_cuda
+@pytest.mark.parametrize("compact", [True, False])
 @calls_of(LOSSES)
 @pytest.mark.usefixtures("compiles")
-def test_passes_that_the_library_captures(name, monkeypatch):
+def test_passes_that_the_library_captures(name, compact, monkeypatch):
     """Equal to the bit to the passes that were captured (`engine.captured`)."""
     heads, x = every_loss.heads(), every_loss.given(6)
 
     def step(types):
         with monkeypatch.context() as patch:
             patch.setattr(captured, "CAPTURES_ON", types)
-            outputs = LOSSES[name](x, heads)
+            outputs = LOSSES[name](x, heads, compact=compact)
             return [*outputs, *every_loss.gradients(outputs[0], x, heads).values()]
 
     captured.forget()
     for seed in range(LIKELY + captured.SIGHTINGS + 3):
         refill(x, seed)
         torch.testing.assert_close(step(("cuda",)), step(()), rtol=0, atol=0, equal_nan=True)
+    captured.forget()
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", CAPTURED)
+def test_capture_by_hand_after_replays(name, monkeypatch):
+    """The library has captured the pass in the calls before."""
+    monkeypatch.setattr(captured, "CAPTURES_ON", ("cuda",))
+    heads, x = every_loss.heads(), every_loss.given(6)
+
+    def step():
+        outputs = LOSSES[name](x, heads, compact=False)
+        return [*outputs, *every_loss.gradients(outputs[0], x, heads).values()]
+
+    for _ in range(LIKELY + captured.SIGHTINGS + 1):
+        step()
+    graph, results = captured_step(step)
+    for seed in (1, 2, 3):
+        refill(x, seed)
+        graph.replay()
+        torch.testing.assert_close(results, step(), rtol=1e-4, atol=1e-5)
     captured.forget()
 
 
