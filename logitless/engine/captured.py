@@ -36,7 +36,7 @@ from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Named, Replayable
 from logitless.engine.choose import resolve_rows
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
-from logitless.engine.early_projection import LIKELY, Streak, is_same, with_clamped_targets
+from logitless.engine.early_projection import Streak, is_same, with_clamped_targets
 from logitless.engine.gradients import Gradients, Solved
 from logitless.engine.host_copy import HostCopy
 from logitless.engine.plan import Pass
@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Device types on which passes are captured. ROCm has no external events, which `HostCopy` needs in a graph.
 CAPTURES_ON = ("cuda",) if not torch.version.hip and os.environ.get("LOGITLESS_CUDA_GRAPHS") != "0" else ()
-# A pass is captured in this many-th call with its key, of those that are projected early. A capture takes as
-# long as some calls.
+# A pass is captured in this many-th call with its key, with compact=True of those that are projected early. A
+# capture takes as long as some calls.
 SIGHTINGS = 3
 # The most passes that are kept. The least recently used one gives its place to a new one, if it was not used
 # in the last STALE calls.
@@ -164,6 +164,9 @@ def captured_solve(
         (False, None): there is no captured pass. (True, None): it ran, but other rows are supervised.
         (True, result): what `solve` returns.
     """
+    if rows is None and (fixed_dtypes or not _on_default_stream(call.weight.device)):
+        # Before a whole step is captured, by hand or by torch.compile, some steps run on another stream.
+        return False, None
     raw = call.replayable or _of_head_call(call, fixed_dtypes)
     if raw is None or not _LOCK.acquire(blocking=False):
         return False, None
@@ -179,6 +182,10 @@ def captured_solve(
         return True, solved
     finally:
         _LOCK.release()
+
+
+def _on_default_stream(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def _of_head_call(call: HeadCall, fixed_dtypes: bool) -> Replayable | None:
@@ -227,9 +234,7 @@ def _new_pass(
     if seen is None:
         return None
     _SEEN[raw.key] = seen + 1
-    # With compact=False as many calls as if the first ones had to agree on their rows: the few calls before a
-    # capture of the whole step by hand need no captured pass.
-    if seen + 1 < (SIGHTINGS if streak is not None else LIKELY + SIGHTINGS):
+    if seen + 1 < SIGHTINGS:
         return None
     if len(_PASSES) >= MAX_PASSES:
         oldest = min(_PASSES, key=lambda other: _PASSES[other].last_use)
@@ -290,7 +295,7 @@ class _ReplayedProjection:
 class CapturedPass:
     """The captured pass of one key.
 
-    It keeps the rows, but no tensor of the call.
+    It keeps the rows, which with compact=False are in the memory of the graph, but no tensor of the call.
 
     Attributes:
         calls: number of calls so far that may be captured.
@@ -404,7 +409,7 @@ class CapturedPass:
         call = self._call.with_targets(None, {})
         call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
         rows = self._rows
-        if self.streak is None:  # those of this replay
+        if self.streak is None:  # what `Gradients` reads of them: a later replay overwrites the graph's
             rows = rows._replace(
                 supervised=_new(rows.supervised), supervised_count=_new(rows.supervised_count)
             )

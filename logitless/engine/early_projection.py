@@ -128,7 +128,7 @@ def over_rows(
     Raises:
         ValueError: a target or an input is invalid (see `spec.Fault`).
     """
-    if run_captured is not None and not call.loss.compact and call.replayable is not None and _is_plain(call):
+    if not (run_captured is None or call.loss.compact) and _is_plain(call) and _runs_on_gpu(call.targets):
         is_captured, result = run_captured(call, None, None)
         if is_captured:
             return result

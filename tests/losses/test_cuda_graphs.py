@@ -74,16 +74,20 @@ def calls_of(names) -> pytest.MarkDecorator:
 
 @needs_cuda
 @BUDGETS
+@pytest.mark.parametrize("replays", [False, True], ids=["", "replayed"])
 @calls_of(LOSSES)
 @pytest.mark.usefixtures("compiles")
-def test_no_host_sync(name, budget):
+def test_no_host_sync(name, replays, budget, monkeypatch):
     heads, x = every_loss.heads(), every_loss.given(6)
+    monkeypatch.setattr(captured, "CAPTURES_ON", ("cuda",) if replays else ())
+    captured.forget()
 
     def step():
         value, *_ = LOSSES[name](x, heads, compact=False, logits_budget=budget)
         return every_loss.gradients(value, x, heads)
 
-    step()  # kernels and functions are compiled, and devices asked, once
+    for _ in range(captured.SIGHTINGS):  # kernels and functions are compiled, and devices asked, once
+        step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -143,7 +147,8 @@ def test_capture_by_hand_after_replays(name, monkeypatch):
         outputs = LOSSES[name](x, heads, compact=False)
         return [*outputs, *every_loss.gradients(outputs[0], x, heads).values()]
 
-    for _ in range(LIKELY + captured.SIGHTINGS + 1):
+    captured.forget()
+    for _ in range(captured.SIGHTINGS + 1):
         step()
     graph, results = captured_step(step)
     for seed in (1, 2, 3):
