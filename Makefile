@@ -27,7 +27,7 @@ test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 # interpreter of the newest Triton.
 test-all: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest --all -n $(JOBS) --dist loadfile --no-loadscope-reorder
-	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/triton-$(lastword $(TRITONS)) $(PY) -m pytest -n $(JOBS) tests/kernels $(LAYER_KERNELS)
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/triton-$(lastword $(TRITONS)) $(PY) -m pytest --all -n $(JOBS) tests/kernels $(LAYER_KERNELS)
 
 test-gpu:
 	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'PY: expected a Python whose torch sees a GPU, got none; run make test instead.')"

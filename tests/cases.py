@@ -58,24 +58,30 @@ def trained(trainable: str, h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
     return [named[name].requires_grad_() for name in TRAINABLE[trainable]]
 
 
-def covering_array(factors: dict[str, list], has_effect: Callable[[dict], bool]) -> list:
+def covering_array(
+    factors: dict[str, list], has_effect: Callable[[dict], bool], *, slow: bool = False
+) -> list:
     """Cases in which every pair of values of two factors occurs; each has a seed, and an id that names what
     is switched on.
 
     Args:
         factors: values by name of the factor.
         has_effect: tells of a case, which may be partial, whether its values can all matter together.
+        slow: mark the cases all of whose values earlier cases have: they repeat.
     """
     names, off = list(factors), ("", None, False, 1.0)
     pairs = AllPairs(list(factors.values()), filter_func=lambda values: has_effect(dict(zip(names, values))))
-    cases = []
+    cases, seen = [], set()
     for seed, values in enumerate(pairs):
         case = dict(zip(names, values))
+        occurring = {f"{name}={value}" for name, value in case.items()}
+        marks = [pytest.mark.repeats] if slow and occurring <= seen else []
+        seen |= occurring
         named = [
             # Every process of a run must have the same ids: of a function its name, not its address.
             name if value is True else f"{name}={getattr(value, '__name__', value)}"
             for name, value in case.items()
             if value is True or value not in off
         ]
-        cases.append(pytest.param({**case, "seed": seed}, id=" ".join(named)))
+        cases.append(pytest.param({**case, "seed": seed}, id=" ".join(named), marks=marks))
     return cases

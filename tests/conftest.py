@@ -38,11 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked slow, without --all."""
-    if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    """Leaves out what is marked slow, without --all, and on a CPU what is marked repeats."""
+    if config.getoption("--all"):
+        return
+    marks = {"slow"} if support.DEVICE.type == "cuda" else {"slow", "repeats"}
+    kept, left_out = [], []
+    for item in items:
+        (kept if marks.isdisjoint(mark.name for mark in item.iter_markers()) else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

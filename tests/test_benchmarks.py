@@ -81,7 +81,7 @@ COMMANDS = {
     "recipes": ("--only", "LoRA+"),
     "lora": ("--checkpointing", "off", "--dropout", "0", "--skip", "each"),
     "convergence": (),
-    "small": ("--seconds", "0.1"),
+    "small": ("--seconds", "0.1", "--only", "CE", "--only", "DPO"),
 }
 NEED_TRL = ("trl", "lora", "step", "usecase", "recipes", "activations", "convergence")
 # Rows without a verdict: of products alone, and of one profiled call.
@@ -370,6 +370,7 @@ CrossEntropyLoss.__call__ = wrong
 """
 
 
+@pytest.mark.slow
 def test_compare_sees_a_wrong_tree(tmp_path):
     out, tree = tmp_path / "compare.json", tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__")

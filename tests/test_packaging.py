@@ -115,6 +115,7 @@ def test_the_wheel_runs_the_readme(built, tmp_path):
     assert "3 products" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_sdist_tests_itself(built, tmp_path):
     """A few tests of it, of the library that lies beside them."""
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:

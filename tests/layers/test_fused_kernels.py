@@ -20,9 +20,13 @@ pytestmark = pytest.mark.skipif(
 BF16 = torch.bfloat16
 
 
+OFTEN = ("Qwen3", "Gemma3", "Cohere", "Gemma4", "Mixtral")
+FAMILIES = [*OFTEN, *(pytest.param(x, marks=pytest.mark.repeats) for x in ("Phi3", "Granite"))]
+
+
 # Between them: every operator, both orders of norm and addition, packed halves, both orders of norm and
 # transposition, interleaved rotation, LayerNorm, rotation of one tensor, gates of experts.
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere", "Gemma4", "Mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_in_fp32(family):
     model, ids = tiny(family, num_hidden_layers=1).to(DEVICE), IDS.to(DEVICE)
     expected = step(model, ids)

@@ -116,7 +116,7 @@ def upstream_of(results: tuple[Tensor, ...]) -> list[Tensor]:
     return [randn(*y.shape, seed=i, dtype=y.dtype) for i, y in enumerate(results, 100)]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.repeats)], ids=str)
 @pytest.mark.parametrize("kind", STRIDES)
 @operators
 def test_strided_operands_and_gradients(operator, kind, dtype):

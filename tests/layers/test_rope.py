@@ -132,7 +132,9 @@ def stock_rotation(style: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
     return tuple(x.to(q.dtype) for x in STYLES[style][0](q, k, cos, sin))
 
 
-@pytest.mark.parametrize("case", covering_array(CASES, lambda case: case.get("dtypes") != "fp32 weights"))
+@pytest.mark.parametrize(
+    "case", covering_array(CASES, lambda case: case.get("dtypes") != "fp32 weights", slow=True)
+)
 def test_rope_is_as_good_as_the_stock_function(case):
     shape, (dtype, angle_dtype, _), style = SHAPES[case["shape"]], DTYPES[case["dtypes"]], case["style"]
     _, interleaved, fraction, kind = STYLES[style]
@@ -153,7 +155,7 @@ def test_rope_is_as_good_as_the_stock_function(case):
     )
 
 
-@pytest.mark.parametrize("case", covering_array(CASES | {"norm": list(NORMS)}, lambda case: True))
+@pytest.mark.parametrize("case", covering_array(CASES | {"norm": list(NORMS)}, lambda case: True, slow=True))
 def test_qk_norm_rope_is_as_good_as_the_stock_modules(case):
     shape, (dtype, angle_dtype, weight_dtype) = SHAPES[case["shape"]], DTYPES[case["dtypes"]]
     style, (kind, rounding) = case["style"], NORMS[case["norm"]]

@@ -133,11 +133,30 @@ FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
 ONE_OF_EACH = ("logprobs", "DPO", "KTO", "GRPO, whole sequences", "JSD", "top-k teacher", "Medusa")
 
 
+# Losses whose operators are those of another one, with other terms.
+ALIKE = (
+    "GRPO, corrected",
+    "GRPO, top entropy",
+    "RLOO",
+    "REINFORCE",
+    "DPO, sorted",
+    "CPO",
+    "SimPO",
+    "cross-entropy, smoothed",
+)
+ALIKE += ("forward_kl", "skewed_kl", "skewed_reverse_kl", "total_variation")
+
+
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(
     ("name", "frozen"),
-    [(name, False) for name in every_loss.LOSSES] + [(name, True) for name in FROZEN],
-    ids=[*every_loss.LOSSES, *(f"{name}, frozen head" for name in FROZEN)],
+    [
+        *(
+            pytest.param(x, False, id=x, marks=[pytest.mark.slow] if x in ALIKE else [])
+            for x in every_loss.LOSSES
+        ),
+        *(pytest.param(x, True, id=f"{x}, frozen head") for x in FROZEN),
+    ],
 )
 def test_every_loss(name, frozen, everything):
     """Value, metrics and every gradient, of one to ten chunks; a pass in the graph is one operator."""

@@ -225,7 +225,7 @@ def everything() -> dict:
     return actual
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks} ranks")
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.repeats)], ids="{} ranks".format)
 def ranks(request):
     """What each rank found."""
     return on_devices(request.param, everything)

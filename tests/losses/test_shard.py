@@ -413,7 +413,7 @@ class Own(LogitsLoss):
         return {"own": Term(logits.square().mean(-1))}, {}
 
 
-@pytest.fixture(scope="module", params=list(SIZES), ids=lambda ranks: f"{ranks} ranks")
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.repeats), 4], ids="{} ranks".format)
 def ranks(request):
     """What each rank found."""
     return on_devices(request.param, everything)

@@ -554,7 +554,10 @@ def test_an_unchecked_model_is_not_compiled_silently(patched_on_meta):
             torch.compile(model, backend="eager", fullgraph=True)(**INPUTS)
 
 
-@pytest.mark.parametrize("family, options", [("llama", {}), ("gemma2", {}), ("mixtral", ROUTED)])
+@pytest.mark.parametrize(
+    "family, options",
+    [("llama", {}), ("gemma2", {}), pytest.param("mixtral", ROUTED, marks=pytest.mark.slow)],
+)
 def test_compiles_into_one_graph(family, options):
     model = tiny_model(family, **options)
     expected = model(**INPUTS).loss

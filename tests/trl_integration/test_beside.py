@@ -16,7 +16,7 @@ from .tiny import assert_same_gradients, tiny_model
 COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}
 
 
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", ["SFT", pytest.param("GRPO", marks=pytest.mark.slow), "ORPO"])
 def test_compiled_model(folder, kind):
     """The passes are operators of the graph, one each; picked logits are read outside of it."""
     given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

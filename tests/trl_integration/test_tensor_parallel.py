@@ -43,7 +43,10 @@ CASES = {(kind, "llama"): ("llama", ()) for kind in KINDS} | {
     ("ORPO", "cohere"): ("cohere", ()),
     ("SFT", "fused layers"): ("llama", ("use_fused_layers",)),
 }
-GRID = ("SFT", "DPO", "ORPO")
+GRID = {("SFT", "llama"), ("DPO", "llama"), ("ORPO", "llama")}
+# What runs with --all alone.
+SELDOM = {("KTO", "llama"), ("ORPO", "llama"), ("GKD", "llama"), ("SFT", "tied")}
+SELDOM_IN_GRID = {("DPO", "llama"), ("ORPO", "llama")}
 OTHER_TOKENS = "model: expected the same tokens on all ranks of its tensor-parallel plan, got others"
 
 
@@ -112,15 +115,26 @@ def own_loop(folder) -> dict:
     return actual
 
 
-def everything(folder) -> dict:
+def run_all(folder, cases) -> dict:
     alone = dist.get_world_size() == 2
     with with_cards():
-        cases = CASES if alone else [(kind, "llama") for kind in GRID]
         actual = {case: [attempt(run, *case, folder, flag) for flag in (False, True)] for case in cases}
         if alone:
             actual |= {"own loop": attempt(own_loop, folder)}
             actual |= {kind: attempt(run, kind, "llama", folder, True) for kind in (*ROLLING, REFUSED)}
         return actual
+
+
+def asked(request, cases, seldom) -> list[tuple[str, str]]:
+    """Those that this run tests."""
+    return [case for case in cases if request.config.getoption("--all") or case not in seldom]
+
+
+def marked(cases, seldom) -> list:
+    return [
+        pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] if case in seldom else [])
+        for case in sorted(cases)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +148,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(folder):
-    return on_devices(2, everything, folder)
+def ranks(folder, request):
+    return on_devices(2, run_all, folder, asked(request, CASES, SELDOM))
 
 
 @pytest.fixture(scope="module")
-def grid(folder):
-    return on_devices(4, everything, folder)
+def grid(folder, request):
+    return on_devices(4, run_all, folder, asked(request, GRID, SELDOM_IN_GRID))
 
 
 def check_gradients(actual: dict, expected: dict) -> None:
@@ -167,7 +181,7 @@ def assert_same_runs(off: dict | str, on: dict | str) -> None:
 
 
 @trains
-@pytest.mark.parametrize(("kind", "what"), CASES)
+@pytest.mark.parametrize(("kind", "what"), marked(CASES, SELDOM))
 def test_tensor_parallel(ranks, kind, what):
     for actual in ranks:
         assert_same_runs(*actual[kind, what])
@@ -175,10 +189,10 @@ def test_tensor_parallel(ranks, kind, what):
 
 @trains
 @pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
-@pytest.mark.parametrize("kind", GRID)
-def test_tensor_parallel_beside_fsdp2(grid, kind):
+@pytest.mark.parametrize(("kind", "what"), marked(GRID, SELDOM_IN_GRID))
+def test_tensor_parallel_beside_fsdp2(grid, kind, what):
     for actual in grid:
-        assert_same_runs(*actual[kind, "llama"])
+        assert_same_runs(*actual[kind, what])
 
 
 @trains
