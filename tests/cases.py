@@ -59,7 +59,7 @@ def trained(trainable: str, h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
 
 
 def covering_array(
-    factors: dict[str, list], has_effect: Callable[[dict], bool], *, slow: bool = False
+    factors: dict[str, list], has_effect: Callable[[dict], bool], *, repeats: bool = False
 ) -> list:
     """Cases in which every pair of values of two factors occurs; each has a seed, and an id that names what
     is switched on.
@@ -67,7 +67,7 @@ def covering_array(
     Args:
         factors: values by name of the factor.
         has_effect: tells of a case, which may be partial, whether its values can all matter together.
-        slow: mark the cases all of whose values earlier cases have: they repeat.
+        repeats: mark the cases all of whose values earlier cases have.
     """
     names, off = list(factors), ("", None, False, 1.0)
     pairs = AllPairs(list(factors.values()), filter_func=lambda values: has_effect(dict(zip(names, values))))
@@ -75,7 +75,7 @@ def covering_array(
     for seed, values in enumerate(pairs):
         case = dict(zip(names, values))
         occurring = {f"{name}={value}" for name, value in case.items()}
-        marks = [pytest.mark.repeats] if slow and occurring <= seen else []
+        marks = [pytest.mark.repeats] if repeats and occurring <= seen else []
         seen |= occurring
         named = [
             # Every process of a run must have the same ids: of a function its name, not its address.

@@ -27,6 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -172,7 +173,8 @@ def captured_solve(
         return False, None
     try:
         CapturedPass.calls += call.replayable is None  # `replayed` has counted the others
-        captured = _PASSES.get(raw.key) or _new_pass(raw, call, rows, streak, solve, fixed_dtypes)
+        make = partial(CapturedPass, raw, call, rows, streak, solve, fixed_dtypes=fixed_dtypes)
+        captured = _PASSES.get(raw.key) or _new_pass(raw, make)
         if captured is None:
             return False, None
         captured.expected = rows
@@ -221,14 +223,7 @@ def _drop(key: Hashable) -> None:
     _SEEN[key] = 0
 
 
-def _new_pass(
-    raw: Replayable,
-    call: HeadCall,
-    rows: Rows | None,
-    streak: Streak | None,
-    solve: Solve,
-    fixed_dtypes: bool,
-) -> "CapturedPass | None":
+def _new_pass(raw: Replayable, make: "Callable[[], CapturedPass]") -> "CapturedPass | None":
     """Capture the pass of a call, if its key has come often enough."""
     seen = _SEEN.get(raw.key, 0)
     if seen is None:
@@ -242,14 +237,14 @@ def _new_pass(
             return None
         _drop(oldest)
     _SEEN[raw.key] = None
-    name = type(call.loss).__name__
+    name = type(raw.loss).__name__
     try:
-        captured = CapturedPass(raw, call, rows, streak, solve, fixed_dtypes=fixed_dtypes)
+        captured = make()
     except Exception as error:
         # Not a warning: the results are the same, and the caller can do nothing about it.
         logger.info("%s is not captured: %s: %s", name, type(error).__name__, error)
         return None
-    logger.debug("%s with %s tokens is captured as a CUDA graph", name, call.targets.shape[0])
+    logger.debug("%s with %s tokens is captured as a CUDA graph", name, raw.given["targets"].numel())
     _PASSES[raw.key] = captured
     return captured
 
@@ -318,8 +313,8 @@ class CapturedPass:
     ):
         device = call.weight.device
         gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
-        probable = resolve_rows(call)[1] if rows is None else rows
-        plan = plan_for(call, probable, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
+        chosen = resolve_rows(call)[1] if rows is None else rows
+        plan = plan_for(call, chosen, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
         if plan.d_weight_parts > 1:
             raise RuntimeError("it has several chunks")
         if plan.chunk_bytes > most_bytes(device):
@@ -331,7 +326,7 @@ class CapturedPass:
         self.last_use = CapturedPass.calls
         self.streak = streak
         self.expected = rows
-        self._every = probable.count == call.targets.shape[0]
+        self._every = chosen.count == call.targets.shape[0]
         self._fixed_dtypes = fixed_dtypes
         # What `Gradients` reads of a call, but its head.
         self._call = call.with_targets(None, {})
@@ -409,10 +404,8 @@ class CapturedPass:
         call = self._call.with_targets(None, {})
         call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
         rows = self._rows
-        if self.streak is None:  # what `Gradients` reads of them: a later replay overwrites the graph's
-            rows = rows._replace(
-                supervised=_new(rows.supervised), supervised_count=_new(rows.supervised_count)
-            )
+        if self.streak is None:  # the backward pass reads them, and a later replay overwrites the graph's
+            rows = Rows(*map(_new, rows))
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)

@@ -215,11 +215,7 @@ def test_every_loss(name, replays, monkeypatch):
     for _ in range(REPLAYED):
         run()
     for seed in (1, 2):
-        with torch.no_grad():
-            for (_, old), (_, new) in zip(
-                x.items(), every_loss.given(6, seed=seed, ignored=0.0).items(), strict=True
-            ):
-                old.copy_(new)
+        every_loss.refill(x, seed, ignored=0.0)
         actual = run()
         with monkeypatch.context() as patch:
             patch.setattr(captured, "CAPTURES_ON", ())
@@ -244,7 +240,7 @@ def test_all_rows(name, replays, monkeypatch):
 
     kept = []
     for seed in range(SIGHTINGS + 3):
-        refill(x, seed, ignored=0.3 if seed % 3 else 0.0)
+        every_loss.refill(x, seed, ignored=0.3 if seed % 3 else 0.0)
         actual = run()
         with monkeypatch.context() as patch:
             patch.setattr(captured, "CAPTURES_ON", ())
@@ -253,14 +249,6 @@ def test_all_rows(name, replays, monkeypatch):
     for actual, expected in kept:  # at the end: no later call has changed the results
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert replays == ([] if name in NEVER_ALL_ROWS else [True] * 4)
-
-
-def refill(x, seed, ignored):
-    with torch.no_grad():
-        for (_, old), (_, new) in zip(
-            x.items(), every_loss.given(6, seed=seed, ignored=ignored).items(), strict=True
-        ):
-            old.copy_(new)
 
 
 def test_all_rows_of_calls_without_a_supervised_token(replays):
@@ -277,6 +265,27 @@ def test_all_rows_of_calls_without_a_supervised_token(replays):
         assert d_hidden.flatten(0, 1).isfinite().all(1).tolist() == [False] * count + [True] * (B * T - count)
         assert d_weight.isfinite().all() == (count == 0)
     assert len(replays) == 4
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="an assertion ends the process of a GPU")
+def test_all_rows_into_a_main_gradient():
+    """Only a call without supervised tokens may be scaled, whatever the calls after it have."""
+    x = Operands()
+    targets = x.targets
+
+    def call(count):
+        x.targets = targets.clone()
+        x.targets.view(-1)[count:] = -100
+        main = torch.zeros_like(x.weight)
+        return CrossEntropyLoss(compact=False)(x.hidden, x.weight, x.targets, accumulate_into=main).loss
+
+    for _ in range(SIGHTINGS):
+        call(5)
+    assert captured._PASSES
+    nothing, something, _ = call(0), call(9), call(0)
+    (3 * nothing).backward()
+    with pytest.raises(RuntimeError, match="expected an upstream gradient of 1"):
+        (3 * something).backward()
 
 
 def test_all_rows_of_calls_that_are_looked_up_by_the_flattened_call(replays):
@@ -298,7 +307,7 @@ def test_a_step_that_is_going_to_be_captured_has_no_captured_pass(capturing_by, 
     if capturing_by == "torch.compile":
         step = torch.compile(step, backend="aot_eager", fullgraph=True)
     elif DEVICE.type != "cuda":
-        pytest.skip("on another stream")
+        pytest.skip("a CPU has one stream")
     elsewhere = nullcontext() if capturing_by == "torch.compile" else torch.cuda.stream(torch.cuda.Stream())
     with torch.compiler.set_stance("default"), elsewhere:
         for _ in range(SIGHTINGS + 1):

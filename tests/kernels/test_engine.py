@@ -138,7 +138,7 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize("case", covering_array(GATHERED, lambda case: True, slow=True))
+@pytest.mark.parametrize("case", covering_array(GATHERED, lambda case: True, repeats=True))
 def test_gathered_columns(case):
     """Empty slots, repeated ids and tokens that do not count; the gradient from the divergence's kernel."""
     divergence, budget = case["divergence"], case["logits_budget"]

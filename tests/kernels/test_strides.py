@@ -200,7 +200,7 @@ FACTORS = {
 
 
 @needs_triton
-@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True, slow=True))
+@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True, repeats=True))
 def test_divergence(case):
     names = ("targets", "factors", "bias", "teacher_bias")
     changed, plain = laid_out(operands(), names, case["layout"])

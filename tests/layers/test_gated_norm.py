@@ -94,7 +94,7 @@ def variants(module: str, H: int, groups: int):
     covering_array(
         {"shape": list(SHAPES), "dtypes": list(DTYPES), "module": list(MODULES)},
         has_effect=lambda case: True,
-        slow=True,
+        repeats=True,
     ),
 )
 def test_as_good_as_the_stock_module(case):

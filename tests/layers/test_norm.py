@@ -117,7 +117,7 @@ def rms_variants(module: str, position: str, H: int):
     covering_array(
         {"shape": list(SHAPES), "dtypes": list(DTYPES), "module": list(MODULES), "position": list(POSITIONS)},
         has_effect=lambda case: True,
-        slow=True,
+        repeats=True,
     ),
 )
 def test_rms_norm_is_as_good_as_the_stock_module(case):
@@ -138,7 +138,7 @@ def test_rms_norm_is_as_good_as_the_stock_module(case):
             "vectors": ["weight and bias", "weight", "neither"],
         },
         has_effect=lambda case: True,
-        slow=True,
+        repeats=True,
     ),
 )
 def test_layer_norm_is_as_good_as_torch(case):

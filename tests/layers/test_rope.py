@@ -133,7 +133,7 @@ def stock_rotation(style: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
 
 
 @pytest.mark.parametrize(
-    "case", covering_array(CASES, lambda case: case.get("dtypes") != "fp32 weights", slow=True)
+    "case", covering_array(CASES, lambda case: case.get("dtypes") != "fp32 weights", repeats=True)
 )
 def test_rope_is_as_good_as_the_stock_function(case):
     shape, (dtype, angle_dtype, _), style = SHAPES[case["shape"]], DTYPES[case["dtypes"]], case["style"]
@@ -155,7 +155,9 @@ def test_rope_is_as_good_as_the_stock_function(case):
     )
 
 
-@pytest.mark.parametrize("case", covering_array(CASES | {"norm": list(NORMS)}, lambda case: True, slow=True))
+@pytest.mark.parametrize(
+    "case", covering_array(CASES | {"norm": list(NORMS)}, lambda case: True, repeats=True)
+)
 def test_qk_norm_rope_is_as_good_as_the_stock_modules(case):
     shape, (dtype, angle_dtype, weight_dtype) = SHAPES[case["shape"]], DTYPES[case["dtypes"]]
     style, (kind, rounding) = case["style"], NORMS[case["norm"]]

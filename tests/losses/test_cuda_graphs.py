@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from logitless.engine import captured, compiled
 from logitless.engine.early_projection import LIKELY
 from tests.losses import every_loss
-from tests.losses.every_loss import LOSSES, Given
+from tests.losses.every_loss import LOSSES, refill
 from tests.support import DEVICE, captured_step
 
 needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
@@ -24,13 +24,6 @@ CAPTURED = (
     "Medusa",
     "own LogitsLoss",
 )
-
-
-def refill(x: Given, seed: int) -> None:
-    """Other numbers in the same tensors, which is what a CUDA graph is replayed on."""
-    with torch.no_grad():
-        for (_, old), (_, new) in zip(x.items(), every_loss.given(6, seed=seed).items(), strict=True):
-            old.copy_(new)
 
 
 # Name, whether the sequences are packed, dtype. In fp16 a power of two that the device alone knows waits for
@@ -74,7 +67,7 @@ def calls_of(names) -> pytest.MarkDecorator:
 
 @needs_cuda
 @BUDGETS
-@pytest.mark.parametrize("replays", [False, True], ids=["", "replayed"])
+@pytest.mark.parametrize("replays", [False, True], ids=["uncaptured", "replayed"])
 @calls_of(LOSSES)
 @pytest.mark.usefixtures("compiles")
 def test_no_host_sync(name, replays, budget, monkeypatch):

@@ -43,10 +43,9 @@ CASES = {(kind, "llama"): ("llama", ()) for kind in KINDS} | {
     ("ORPO", "cohere"): ("cohere", ()),
     ("SFT", "fused layers"): ("llama", ("use_fused_layers",)),
 }
-GRID = {("SFT", "llama"), ("DPO", "llama"), ("ORPO", "llama")}
-# What runs with --all alone.
+GRID = [(kind, "llama") for kind in ("SFT", "DPO", "ORPO")]
+# Run with --all alone.
 SELDOM = {("KTO", "llama"), ("ORPO", "llama"), ("GKD", "llama"), ("SFT", "tied")}
-SELDOM_IN_GRID = {("DPO", "llama"), ("ORPO", "llama")}
 OTHER_TOKENS = "model: expected the same tokens on all ranks of its tensor-parallel plan, got others"
 
 
@@ -125,16 +124,13 @@ def run_all(folder, cases) -> dict:
         return actual
 
 
-def asked(request, cases, seldom) -> list[tuple[str, str]]:
+def asked(request, cases) -> list[tuple[str, str]]:
     """Those that this run tests."""
-    return [case for case in cases if request.config.getoption("--all") or case not in seldom]
+    return [case for case in cases if request.config.getoption("--all") or case not in SELDOM]
 
 
-def marked(cases, seldom) -> list:
-    return [
-        pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] if case in seldom else [])
-        for case in sorted(cases)
-    ]
+def marked(cases) -> list:
+    return [pytest.param(*case, marks=[pytest.mark.slow] if case in SELDOM else []) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +145,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder, request):
-    return on_devices(2, run_all, folder, asked(request, CASES, SELDOM))
+    return on_devices(2, run_all, folder, asked(request, CASES))
 
 
 @pytest.fixture(scope="module")
 def grid(folder, request):
-    return on_devices(4, run_all, folder, asked(request, GRID, SELDOM_IN_GRID))
+    return on_devices(4, run_all, folder, asked(request, GRID))
 
 
 def check_gradients(actual: dict, expected: dict) -> None:
@@ -181,7 +177,7 @@ def assert_same_runs(off: dict | str, on: dict | str) -> None:
 
 
 @trains
-@pytest.mark.parametrize(("kind", "what"), marked(CASES, SELDOM))
+@pytest.mark.parametrize(("kind", "what"), marked(CASES))
 def test_tensor_parallel(ranks, kind, what):
     for actual in ranks:
         assert_same_runs(*actual[kind, what])
@@ -189,7 +185,7 @@ def test_tensor_parallel(ranks, kind, what):
 
 @trains
 @pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
-@pytest.mark.parametrize(("kind", "what"), marked(GRID, SELDOM_IN_GRID))
+@pytest.mark.parametrize(("kind", "what"), marked(GRID))
 def test_tensor_parallel_beside_fsdp2(grid, kind, what):
     for actual in grid:
         assert_same_runs(*actual[kind, what])

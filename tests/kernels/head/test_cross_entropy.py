@@ -237,7 +237,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True, slow=True))
+@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True, repeats=True))
 def test_options(case):
     vocab, rows = case["vocab"], 7
     dtype, gradient_dtype = (DTYPES[name] for name in case["dtypes"])
@@ -432,7 +432,7 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize("case", covering_array(NOT_FINITE, lambda case: True, slow=True))
+@pytest.mark.parametrize("case", covering_array(NOT_FINITE, lambda case: True, repeats=True))
 def test_nan_stays_nan_and_in_its_row(case):
     dtype, gradient_dtype = (DTYPES[name] for name in case["dtypes"])
     rows = Random().normal(3, V)

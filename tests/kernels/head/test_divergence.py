@@ -83,7 +83,7 @@ def plain_divergences(
     }, alpha
 
 
-@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect, slow=True))
+@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect, repeats=True))
 def test_options(case):
     C, (V, V_teacher) = 6, case["vocab"]
     dtype, grad_dtype = (TYPES[name] for name in case["dtypes"])
@@ -340,7 +340,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("case", covering_array(SHARDED, has_effect, slow=True))
+@pytest.mark.parametrize("case", covering_array(SHARDED, has_effect, repeats=True))
 def test_shards_are_the_whole(case):
     C, sizes = 5, (1300, 40, 1100)
     V = sum(sizes)

@@ -191,7 +191,7 @@ def possible(case: dict) -> bool:
     return not (case.get("k") == "V" and case.get("V", 23) > 256)
 
 
-@pytest.mark.parametrize("case", covering_array(FACTORS, possible, slow=True))
+@pytest.mark.parametrize("case", covering_array(FACTORS, possible, repeats=True))
 def test_numbers_and_gradient(case):
     dtype = DTYPES[case["dtype"]]
     c, upstream = made(case, dtype)
