@@ -123,8 +123,10 @@ def replayable(
             if tensors is heads:
                 key.append(x.data_ptr())
                 continue
-            # The graph reads contiguous rows, and so does the uncaptured pass of these tensors.
-            if x.is_floating_point() and x.dim() > 1 and not x.is_contiguous():
+            # The graph reads contiguous rows, and so does the uncaptured pass of these tensors. Labels and
+            # masks become contiguous where the uncaptured pass flattens them.
+            in_rows = x.is_floating_point() or x.shape != targets.shape
+            if in_rows and x.dim() > 1 and not x.is_contiguous():
                 if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
                     return None
             key.append(is_same(x, targets))

@@ -113,7 +113,7 @@ def given(T: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, ignored:
         teacher_hidden=random(B, T, TEACHER_H),
         teacher_weight=random(V, TEACHER_H),
         topk_logprobs=random(B, T, K).log_softmax(-1) - 0.5,
-        topk_ids=torch.rand(B, T, V, generator=generator, device=DEVICE).argsort(-1)[..., :K],
+        topk_ids=torch.rand(B, T, V, generator=generator, device=DEVICE).argsort(-1)[..., :K].contiguous(),
     )
     cast = ("teacher_hidden", "teacher_weight", *TRAINED)
     made = Given(**{name: x.to(dtype) if name in cast else x for name, x in made.items()})
