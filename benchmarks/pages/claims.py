@@ -376,10 +376,9 @@ CLAIMS = (
         range_of(
             tuple(
                 ratio(
-                    ms("step-lora.json", place, f"LoRA{dropout}, logitless loss + layers"),
-                    ms("step-lora.json", place, "full fine-tuning, logitless loss + layers"),
+                    ms("step-lora.json", 0, f"LoRA{dropout}, logitless loss + layers"),
+                    ms("step-lora.json", 0, "full fine-tuning, logitless loss + layers"),
                 )
-                for place in (0, 1)
                 for dropout in ("", ", dropout 0.05")
             )
         ),
