@@ -41,7 +41,8 @@ IMPLEMENTATIONS = {
     "Liger's operator for Hopper (CuTe)": ("Liger sm90",),
     "Cut Cross-Entropy, filtered (its default)": ("CCE (filtered)",),
     "Cut Cross-Entropy, exact": ("CCE (exact)",),
-    "QuACK": ("QuACK, chunks of 2,048", "QuACK, chunks of 8,192"),
+    "QuACK, chunks of 2,048": ("QuACK, chunks of 2,048",),
+    "QuACK, chunks of 8,192": ("QuACK, chunks of 8,192",),
     "TRL's chunked kernels": ("TRL ChunkedLogProb", "TRL ChunkedDivergence"),
 }
 
@@ -63,7 +64,8 @@ def losses(documents: dict[str, dict]) -> str:
         "hidden size, V: vocabulary; DPO has a reference model. Full logits: cast to fp32, as transformers "
         "does; torch.compile: the same, compiled. TRL: its chunked kernels, as SFT, DPO and GRPO use them. "
         "Of several implementations of a library that were measured, with default options, the fastest is "
-        "shown. Versions, other libraries, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+        "shown. The rows of TRL but for cross-entropy are of other runs than those beside them. Versions, other "
+        "libraries, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
     )
     parts = [_table(body, ["loss", *COLUMNS]), caption]
     if "step-lora" in documents:

@@ -53,6 +53,13 @@ def over_all_rows(document: dict) -> str:
     return " (over all rows, the ignored ones too)" if ignored else ""
 
 
+def other_runs(document: dict) -> str:
+    """The rows of libraries that the file's commit names."""
+    _, _, others = str(document["commit"]).partition(" (")
+    names = [name for name in ("TRL", "torch") if f"{name}:" in others]
+    return f" (those of {' and '.join(names)} in runs of their own)" if names else ""
+
+
 def caption(document: dict, source: str) -> str:
     one = yardstick(document) == "one bare GEMM"
     products = (
@@ -61,7 +68,7 @@ def caption(document: dict, source: str) -> str:
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call "
         "with its defaults, except for the options that a row names. "
-        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}, after a "
+        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}{other_runs(document)}, after a "
         "pause / in calls that follow each other; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
         f"L2.\n\n{source}"
