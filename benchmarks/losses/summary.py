@@ -62,10 +62,11 @@ def losses(documents: dict[str, dict]) -> str:
         f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head, one call after "
         "a pause. Peak memory beyond the inputs, gradients included. N: tokens, T: tokens of a sequence, H: "
         "hidden size, V: vocabulary; DPO has a reference model. Full logits: cast to fp32, as transformers "
-        "does; torch.compile: the same, compiled. TRL: its chunked kernels, as SFT, DPO and GRPO use them. "
-        "Of several implementations of a library that were measured, with default options, the fastest is "
-        "shown. The rows of TRL but for cross-entropy are of other runs than those beside them. Versions, other "
-        "libraries, more shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+        "does; torch.compile: the same, compiled. Liger, cross-entropy: its scaled cross-entropy (CuTe). "
+        "TRL: its chunked kernels, as SFT, DPO and GRPO use them. Of several implementations of a library "
+        "that were measured, with default options, the fastest is shown. The cells of TRL, except for "
+        "cross-entropy, are of other runs than the rest of their rows. Versions, other libraries, more "
+        "shapes and missed targets: [benchmarks](docs/benchmarks.md)."
     )
     parts = [_table(body, ["loss", *COLUMNS]), caption]
     if "step-lora" in documents:

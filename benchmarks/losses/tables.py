@@ -68,8 +68,8 @@ def caption(document: dict, source: str) -> str:
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call "
         "with its defaults, except for the options that a row names. "
-        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}{other_runs(document)}, after a "
-        "pause / in calls that follow each other; "
+        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}"
+        f"{other_runs(document)}, after a pause / in calls that follow each other; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
         f"L2.\n\n{source}"
     )

@@ -373,8 +373,8 @@ def measured_how(document: dict) -> str:
     rounds = document["rounds"]
     median = "" if rounds == 1 else f", the median of {rounds} processes (the least to the most)"
     return (
-        f"One {document['device']}, {document['date'][:10]}, bf16, random weights, fused AdamW, SDPA: mean "
-        f"of {document['settings']['timed']} whole steps without synchronization in between, each "
+        f"One {document['device']}, {document['date'][:10]}, random weights in bf16, fused AdamW, SDPA: "
+        f"mean of {document['settings']['timed']} whole steps without synchronization in between, each "
         f"configuration in its own process{median}. Differences are relative, the largest of the logged "
         "steps."
     )

@@ -194,7 +194,7 @@ PEER_CLAIMS = (
     PeerClaim(
         LIGER,
         BENCHMARKS,
-        "fused_linear_cross_entropy_sm90.py`, also for Hopper, which no class of Liger calls",
+        "fused_linear_cross_entropy_sm90.py`, also for Hopper, which nothing outside of that file calls",
         f"{LIGER_CUTE}fused_linear_cross_entropy_sm90.py",
         "liger_fused_linear_cross_entropy_sm90",
         ("_input", "weight", "target"),
@@ -202,7 +202,7 @@ PEER_CLAIMS = (
     PeerClaim(
         LIGER,
         BENCHMARKS,
-        "which no class of Liger calls",
+        "which nothing outside of that file calls",
         f"{LIGER_CUTE}__init__.py",
         lacks=("fused_linear_cross_entropy_sm90",),
     ),
