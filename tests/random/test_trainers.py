@@ -24,6 +24,9 @@ from tests.trl_integration.kinds import entered_twice, needs, train_together
 from tests.trl_integration.tiny import Run, assert_same_gradients, prepare, tiny_model, words
 from tests.trl_integration.user_models import HEADS, REFUSED, TRAINED, subclass
 
+# The numbers are the same, and each loss of logits with options of its own would take seconds.
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 RTOL = 1e-3
 BATCHES = {"gradient_accumulation_steps": (2,), "per_device_train_batch_size": (1, 2)}
 SHARED = BATCHES | {"gradient_checkpointing": (True,)}
