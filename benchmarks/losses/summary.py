@@ -49,24 +49,27 @@ IMPLEMENTATIONS = {
 
 def losses(documents: dict[str, dict]) -> str:
     """Time and peak memory of each kind of loss that was measured, and of a whole step, in Markdown."""
-    body, devices = [], set()
+    body, devices, apart, liger = [], set(), [], set()
     for name, place, what, _, _ in SUMMARY:
         if name not in documents or place >= len(documents[name]["sections"]):
             continue
         section = documents[name]["sections"][place]
         devices.add(documents[name]["device"])
         shape = ", ".join(filter(None, (what, sizes(section["shape"]))))
+        apart += [shape.partition(",")[0]] * ("TRL" in tables.other_runs(documents[name]))
+        if what == "cross-entropy" and (row := shown(section["rows"], COLUMNS["Liger"])):
+            liger.add(row["name"])
         cells = [cell(section["rows"], prefix) for prefix in COLUMNS.values()]
         body.append([shape, *cells[:-1], f"**{cells[-1]}**"])
+    of_liger = f" (of Liger, for cross-entropy: {' and '.join(sorted(liger))})" if liger else ""
     caption = (
         f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head, one call after "
         "a pause. Peak memory beyond the inputs, gradients included. N: tokens, T: tokens of a sequence, H: "
         "hidden size, V: vocabulary; DPO has a reference model. Full logits: cast to fp32, as transformers "
-        "does; torch.compile: the same, compiled. Liger, cross-entropy: its scaled cross-entropy (CuTe). "
-        "TRL: its chunked kernels, as SFT, DPO and GRPO use them. Of several implementations of a library "
-        "that were measured, with default options, the fastest is shown. The cells of TRL, except for "
-        "cross-entropy, are of other runs than the rest of their rows. Versions, other libraries, more "
-        "shapes and missed targets: [benchmarks](docs/benchmarks.md)."
+        "does; torch.compile: the same, compiled. TRL: its chunked kernels, as SFT, DPO and GRPO use them. "
+        "Of several implementations of a library that were measured, with default options, the fastest is "
+        f"shown{of_liger}. {other_runs(apart)}Versions, other libraries, more shapes and missed targets: "
+        "[benchmarks](docs/benchmarks.md)."
     )
     parts = [_table(body, ["loss", *COLUMNS]), caption]
     if "step-lora" in documents:
@@ -91,13 +94,24 @@ def of_steps(document: dict) -> list[str]:
     return [_table(body, ["whole step of SFT with LoRA", "TRL, PEFT", "**logitless**"]), caption]
 
 
+def other_runs(apart: list[str]) -> str:
+    """The sentence that names the losses whose rows of TRL are of other runs."""
+    return (
+        f"TRL's cells of {', '.join(apart)} are of other runs than the rest of their rows. " if apart else ""
+    )
+
+
+def shown(rows: list[dict], prefix: str) -> dict | None:
+    """The row that a cell shows: of ours with its defaults, of a peer's several ways the fastest."""
+    right = [row for row in rows if row["name"].startswith(prefix) and row["verdict"] == "ok"]
+    return min(right, key=lambda row: row["ms"] if prefix != "logitless" else 0, default=None)
+
+
 def cell(rows: list[dict], prefix: str) -> str:
-    """Time and memory: of ours with its defaults, of a peer's several ways the fastest."""
-    found = [row for row in rows if row["name"].startswith(prefix)]
-    right = [row for row in found if row["verdict"] == "ok"]
-    if not right:
-        return found[0]["verdict"] if found else ""
-    return time_and_memory(right[0] if prefix == "logitless" else min(right, key=lambda row: row["ms"]))
+    """Time and memory."""
+    if row := shown(rows, prefix):
+        return time_and_memory(row)
+    return next((row["verdict"] for row in rows if row["name"].startswith(prefix)), "")
 
 
 def time_and_memory(row: dict) -> str:

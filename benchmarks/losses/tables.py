@@ -54,7 +54,7 @@ def over_all_rows(document: dict) -> str:
 
 
 def other_runs(document: dict) -> str:
-    """The rows of libraries that the file's commit names."""
+    """Which rows come from other runs: those of the libraries that the file's commit names."""
     _, _, others = str(document["commit"]).partition(" (")
     names = [name for name in ("TRL", "torch") if f"{name}:" in others]
     return f" (those of {' and '.join(names)} in runs of their own)" if names else ""

@@ -269,7 +269,7 @@ def test_all_rows_of_calls_without_a_supervised_token(replays):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="an assertion ends the process of a GPU")
 def test_all_rows_into_a_main_gradient():
-    """Only a call without supervised tokens may be scaled, whatever the calls after it have."""
+    """A call without supervised tokens takes any upstream gradient, also after a replay that has some."""
     x = Operands()
     targets = x.targets
 
@@ -360,14 +360,15 @@ def test_ids_in_a_wider_tensor_are_not_captured(replays):
     """The graph would read a contiguous copy, for which torch.compile makes another kernel."""
     x = Operands()
     order = torch.rand(B, T, V, device=DEVICE).argsort(-1)
-    loss = JSDLoss(compact=False)
+    logps = -torch.ones(B, T, 3, device=DEVICE)
+    found = []
     for ids in (order[..., :3].contiguous(), order[..., :3]):
         replays.clear()
         for _ in range(REPLAYED):
-            loss(
-                x.hidden, x.weight, x.targets, teacher_logprobs_topk=(-torch.ones(ids.shape).to(DEVICE), ids)
-            )
+            out = JSDLoss(compact=False)(x.hidden, x.weight, x.targets, teacher_logprobs_topk=(logps, ids))
         assert any(replays) == ids.is_contiguous()
+        found.append((out.loss, *torch.autograd.grad(out.loss, (x.hidden, x.weight))))
+    torch.testing.assert_close(*found)
 
 
 @on_a_gpu  # a simulated replay runs the pass
