@@ -21,7 +21,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from logitless.engine import early_projection  # noqa: E402
+from logitless.engine import early_projection, static_rows  # noqa: E402
 from tests import support  # noqa: E402
 
 # Folders whose tests make their tensors on `support.DEVICE` without saying so. What a module makes while it
@@ -122,6 +122,12 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
 def everything(request: pytest.FixtureRequest) -> bool:
     """Whether this run was asked for all variants of what is tested, not for a share of them."""
     return request.config.getoption("--all")
+
+
+@pytest.fixture
+def counted_rows(monkeypatch) -> None:
+    """Small calls project their supervised rows alone, on a GPU too."""
+    monkeypatch.setattr(static_rows, "SIZE", 0)
 
 
 @pytest.fixture

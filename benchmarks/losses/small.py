@@ -28,9 +28,12 @@ H, V = 2048, 151_936
 # Tokens with a trainable and with a frozen head, H, V.
 FULL = ((128, 256, 512, 1024, 2048, 4096), (512,), H, V)
 QUICK = ((64,), (64,), 32, 517)
+# Which tokens have no label does not matter to a call of static rows.
+IGNORED = "CE, 30% ignored"
 # Loss -> (its objective, the bare products of a call in units of the objective's yardstick).
 OBJECTIVES: dict[str, tuple[Objective, int]] = {
     "CE": (CE, 1),
+    IGNORED: (CE, 1),
     "DPO": (PREFERENCE, 4),
     "ORPO": (PREFERENCE, 3),
     "GRPO": (POLICY, 3),
@@ -39,8 +42,8 @@ OBJECTIVES: dict[str, tuple[Objective, int]] = {
 
 
 def shape_of(loss: str, tokens: int, H: int, V: int, *, frozen: bool) -> Shape:
-    if loss == "CE":
-        return ce.Shape(tokens, H, V)
+    if loss in ("CE", IGNORED):
+        return ce.Shape(tokens, H, V, ignored=0.3 if loss == IGNORED else 0.0)
     if loss == "JSD":
         return distillation.Shape(tokens, H, H, V, frozen_head=frozen)
     if loss == "GRPO":
@@ -54,7 +57,7 @@ def shapes(*, quick: bool) -> Iterable[tuple[str, bool, Shape]]:
     for loss, tokens in itertools.product(OBJECTIVES, trainable):
         yield loss, False, shape_of(loss, tokens, *sizes, frozen=False)
     for loss, tokens in itertools.product(OBJECTIVES, frozen):
-        if loss != "CE":
+        if loss not in ("CE", IGNORED):
             yield loss, True, shape_of(loss, tokens, *sizes, frozen=True)
 
 

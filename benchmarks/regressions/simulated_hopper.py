@@ -131,6 +131,25 @@ def _clamp(
     wrong.numpy()[0] = np.where(kept, (y < 0) | (y >= V), y != ignore_index).sum()
 
 
+def _clean(
+    targets: Tensor,
+    num_items: Tensor,
+    ids: Tensor,
+    supervised: Tensor,
+    counts: Tensor,
+    rows: int,
+    V: int,
+    ignore_index: int,
+    *_,
+) -> None:
+    y = targets.numpy()
+    kept = y != ignore_index
+    ids.numpy()[:] = np.where(kept, y.clip(0, V - 1), ignore_index)
+    supervised.numpy()[:] = kept
+    counts.numpy()[:] = 0
+    counts.numpy()[:, 0] = kept.sum(), (kept & ((y < 0) | (y >= V))).sum()
+
+
 def _ones(*operands: object) -> None:
     """What a trainer does with a statistic may depend on its value, which is 1 instead of uninitialized."""
     for x in operands:
@@ -143,4 +162,5 @@ COMPUTED = {
     "count_kernel": _count,
     "count_targets_kernel": _count_targets,
     "clamp_kernel": _clamp,
+    "clean_kernel": _clean,
 }

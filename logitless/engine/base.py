@@ -45,7 +45,7 @@ from logitless.engine import captured
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Replayable, Signature, pack, unpack, with_needs
 from logitless.engine.choose import resolve_rows
-from logitless.engine.early_projection import over_rows
+from logitless.engine.early_projection import over_rows, rows_again
 from logitless.engine.gradients import Gradients, Solved, either, finish
 from logitless.engine.graph_names import graph_key
 from logitless.engine.plan import Pass, Plan, Write
@@ -483,7 +483,8 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
 
         run_captured = partial(captured.captured_solve, solve=run, fixed_dtypes=fixed_dtypes)
         return over_rows(calls[0], run, run_captured)
-    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes, main=main)
+    choose = rows_again if len(calls) == 1 else resolve_rows
+    return _solve(list(map(choose, calls)), fixed_dtypes=fixed_dtypes, main=main)
 
 
 def _solve(
@@ -700,7 +701,9 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
         run.plan = statistics.plan
         names = loss.reader.statistic_names(loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
-    solved = solve(calls, fixed_dtypes=False) if run.solved is None else run.solved
+    solved = run.solved
+    if solved is None:
+        solved = solve(calls, fixed_dtypes=False)
     run.plan = solved.plan
     tokens = solved.tokens
     if into_main:

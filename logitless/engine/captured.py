@@ -1,19 +1,19 @@
 """The pass of a small call as a CUDA graph.
 
 The kernels of a call with few tokens take less time than the host takes to launch them one by one. The pass
-of a call that is projected early (`early_projection`) has no host sync until all its kernels are queued. If
-calls with equal keys come again and again, their kernels are captured once and replayed afterwards: the same
-kernels, with the same results.
+over static rows (`static_rows`), or over those of the last calls (`early_projection`), has no host sync until
+all its kernels are queued. If calls with equal keys come again and again, their kernels are captured once and
+replayed afterwards: the same kernels, with the same results.
 
 A call is looked up by its arguments (`Replayable`), before the loss checks them. The graph begins with what
 the loss computes from the arguments: a mask, a shift, the inputs of its terms. It clamps the targets, counts
-the rows for which the guess of an early projection is wrong, copies the counts to the host, and has the pass
-except for product 3. Outside of the graph, the call copies its tensors to the addresses that the graph reads,
+what contradicts the assumption of the pass, copies the counts to the host, and has the pass except for
+product 3. Outside of the graph, the call copies its tensors to the addresses that the graph reads,
 and computes product 3, so that d_weight is a new tensor. The head is read at its own address, which is a part
 of the key.
 
-With compact=False there is no guess: the graph projects all rows and masks the ignored ones, which may be
-others in every call, and asserts faults on the device.
+With static rows and with compact=False, the graph projects all rows and masks the ignored ones, which may be
+others in every call. With compact=False, it asserts faults on the device.
 
 All graphs of a stream share one memory pool. A lock is held from a replay until the kernels that read its
 results are queued, so no result has to survive in the pool until another replay.
@@ -21,7 +21,6 @@ results are queued, so no result has to survive in the pool until another replay
 
 import contextlib
 import copy
-import functools
 import logging
 import os
 import threading
@@ -35,16 +34,17 @@ from torch import Tensor
 
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Named, Replayable
-from logitless.engine.choose import resolve_rows
 from logitless.engine.compiled import is_capturing, is_observed, is_of_library, is_switched_off
-from logitless.engine.early_projection import Streak, is_same, with_clamped_targets
+from logitless.engine.early_projection import Assume, Streak
 from logitless.engine.gradients import Gradients, Solved
 from logitless.engine.host_copy import HostCopy
+from logitless.engine.operands import is_same
 from logitless.engine.plan import Pass
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
+from logitless.engine.static_rows import holds, total_memory
 from logitless.kernels.matmul import accumulate
 from logitless.parallel.groups import PLAIN
 
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Device types on which passes are captured. ROCm has no external events, which `HostCopy` needs in a graph.
 CAPTURES_ON = ("cuda",) if not torch.version.hip and os.environ.get("LOGITLESS_CUDA_GRAPHS") != "0" else ()
-# A pass is captured in this many-th call with its key, with compact=True of those that are projected early. A
-# capture takes as long as some calls.
+# A pass is captured in this many-th call with its key; over the rows of the last calls, of those that are
+# projected early. A capture takes as long as some calls.
 SIGHTINGS = 3
 # The most passes that are kept. The least recently used one gives its place to a new one, if it was not used
 # in the last STALE calls.
@@ -142,32 +142,31 @@ def replayed(call: Replayable) -> Solved | None:
         captured = _PASSES.get(call.key)
         if captured is None or not captured.is_expected():
             return None
-        solved = captured.run(call)
-        if solved is None:
+        solved = captured.result(call)
+        if solved is None and captured.streak is not None:
             captured.streak.end()
-            _drop(call.key)
         return solved
     finally:
         _LOCK.release()
 
 
 def captured_solve(
-    call: HeadCall, rows: Rows | None, streak: Streak | None, solve: Solve, *, fixed_dtypes: bool
+    call: HeadCall, assume: Assume, streak: Streak | None, solve: Solve, *, fixed_dtypes: bool
 ) -> tuple[bool, Solved | None]:
     """Run a call by its captured pass, which is captured if its key has come often enough.
 
     Args:
-        call: a call of one head that can be projected early, or with compact=False.
-        rows: the rows that are probably supervised; None with compact=False.
-        streak: the streak that expects them; None with compact=False.
+        call: a call of one head.
+        assume: its rows, before the host has read which are supervised.
+        streak: the streak that expects them; None if the rows do not depend on earlier calls.
         solve: the pass.
         fixed_dtypes: see `base.solve`.
 
     Returns:
-        (False, None): there is no captured pass. (True, None): it ran, but other rows are supervised.
+        (False, None): there is no captured pass. (True, None): it ran, but the assumption is wrong.
         (True, result): what `solve` returns.
     """
-    if rows is None and (fixed_dtypes or not _on_default_stream(call.weight.device)):
+    if not (call.loss.compact or _on_default_stream(call.weight.device)):
         # Before a whole step is captured, by hand or by torch.compile, some steps run on another stream.
         return False, None
     raw = call.replayable or _of_head_call(call, fixed_dtypes)
@@ -175,15 +174,13 @@ def captured_solve(
         return False, None
     try:
         CapturedPass.calls += call.replayable is None  # `replayed` has counted the others
-        make = partial(CapturedPass, raw, call, rows, streak, solve, fixed_dtypes=fixed_dtypes)
+        make = partial(CapturedPass, raw, call, assume, streak, solve, fixed_dtypes=fixed_dtypes)
         captured = _PASSES.get(raw.key) or _new_pass(raw, make)
         if captured is None:
             return False, None
-        captured.expected = rows
-        solved = captured.run(raw)
-        if solved is None:
-            _drop(raw.key)
-        return True, solved
+        if streak is not None:
+            captured.expected = streak.last.rows
+        return True, captured.result(raw)
     finally:
         _LOCK.release()
 
@@ -251,11 +248,9 @@ def _new_pass(raw: Replayable, make: "Callable[[], CapturedPass]") -> "CapturedP
     return captured
 
 
-@functools.cache
 def most_bytes(device: torch.device) -> int:
     """The most bytes of a chunk that is captured."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
-    return int(SHARE * memory)
+    return int(SHARE * total_memory(device))
 
 
 class _Recorder(Gradients):
@@ -296,8 +291,8 @@ class CapturedPass:
 
     Attributes:
         calls: number of calls so far that may be captured.
-        streak, expected: the streak whose rows are those of this pass, and these rows; None with
-            compact=False.
+        streak, expected: the streak whose rows are those of this pass, and these rows; None if its rows do
+            not depend on earlier calls.
         last_use: `calls` when this pass was last replayed.
     """
 
@@ -307,7 +302,7 @@ class CapturedPass:
         self,
         raw: Replayable,
         call: HeadCall,
-        rows: Rows | None,
+        assume: Assume,
         streak: Streak | None,
         solve: Solve,
         *,
@@ -315,7 +310,8 @@ class CapturedPass:
     ):
         device = call.weight.device
         gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
-        chosen = resolve_rows(call)[1] if rows is None else rows
+        assumed = assume(call)
+        chosen = assumed.rows
         plan = plan_for(call, chosen, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
         if plan.d_weight_parts > 1:
             raise RuntimeError("it has several chunks")
@@ -327,7 +323,8 @@ class CapturedPass:
             raise RuntimeError("the graph would hold a copy of a head")
         self.last_use = CapturedPass.calls
         self.streak = streak
-        self.expected = rows
+        self.expected = None if streak is None else chosen
+        self._tokens_assumed = assumed.tokens
         self._every = chosen.count == call.targets.shape[0]
         self._fixed_dtypes = fixed_dtypes
         # What `Gradients` reads of a call, but its head.
@@ -351,25 +348,19 @@ class CapturedPass:
             static.__dict__.update(known)
             return static
 
-        self._wrong = None
-        if rows is not None:
-            self._wrong = HostCopy(with_clamped_targets(bound(), rows)[1], repeats=True)
+        self._unread = None if assumed.unread is None else HostCopy(assumed.unread, repeats=True)
         recorder = _Recorder([self._call], fixed_dtypes=fixed_dtypes)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
-            call = bound()
-            if rows is None:
-                call, chosen = resolve_rows(call)
-            else:
-                chosen = rows
-                call, wrong = with_clamped_targets(call, rows)
-                self._wrong.copy(wrong)  # first, so that the host need not wait for the pass
-            return solve(call, chosen, recorder), recorder.projection, recorder.chunk
+            assumed = assume(bound())
+            if self._unread is not None:
+                self._unread.copy(assumed.unread)  # first, so that the host need not wait for the pass
+            return solve(assumed.call, assumed.rows, recorder), recorder.projection, recorder.chunk
 
         self._replay, (solved, projection, chunk) = capture(run, device)
         self._plan = solved.plan
-        # With compact=False the graph computes them.
-        self._rows = Rows(*map(_unowned, solved.rows)) if rows is None else rows
+        # Rows that do not depend on earlier calls are computed by the graph.
+        self._rows = Rows(*map(_unowned, solved.rows)) if streak is None else chosen
         self._loss, self._metrics, self._deferred = map(
             _unowned, (solved.loss, solved.metrics, solved.deferred)
         )
@@ -392,22 +383,32 @@ class CapturedPass:
             if x is not None:
                 static.copy_(x)
 
+    def result(self, raw: Replayable) -> Solved | None:
+        """Run the pass on the tensors of a call with the same key; None if the assumption is wrong."""
+        solved = self.run(raw)
+        if solved is None and self.streak is not None:
+            _drop(raw.key)  # the rows of the last calls are others now
+        return solved
+
     @torch.no_grad()
     def run(self, raw: Replayable) -> Solved | None:
-        """Run the pass on the tensors of a call with the same key; None if other rows are supervised."""
         self.last_use = CapturedPass.calls
         self._load(raw.given)
         self._replay()
         solved = self._copied_results(raw.heads)
-        return None if self._wrong is not None and any(self._wrong.tolist()) else solved
+        if self._unread is not None and not holds(self._unread.tolist(), self._tokens_assumed):
+            return None
+        return solved
 
     def _copied_results(self, heads: Named) -> Solved:
         """The results as new tensors, and product 3."""
         call = self._call.with_targets(None, {})
         call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
         rows = self._rows
-        if self.streak is None:  # the backward pass reads them, and a later replay overwrites the graph's
-            rows = Rows(*map(_new, rows))
+        if self.streak is None:
+            # The backward pass reads these tensors of the rows, and a later replay overwrites all of them.
+            count = rows.supervised_count.clone()
+            rows = rows._replace(tokens=count, supervised=rows.supervised.clone(), supervised_count=count)
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)

@@ -77,7 +77,7 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     if loss.teacher_rows is not None:
         ordered = _by_teacher_rows(call, marks[0])
         options["others"] = ordered.numbers
-    grouping = _grouping(call)
+    grouping = grouping_of(call)
     rows = compact_rows(marks, faults, grouping, call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
@@ -110,10 +110,10 @@ def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
 
 def every_row(call: HeadCall) -> Rows:
     """All rows, for a call in which every token is supervised, without a host sync."""
-    return all_rows(call.targets.shape[0], _grouping(call), call.targets.device)
+    return all_rows(call.targets.shape[0], grouping_of(call), call.targets.device)
 
 
-def _grouping(call: HeadCall) -> Grouping:
+def grouping_of(call: HeadCall) -> Grouping:
     loss = call.loss
     grouped = loss.scope != "token"
     packed = call.cu_seqlens is not None

@@ -11,6 +11,7 @@ Either way the result is the same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -19,11 +20,15 @@ from torch import Tensor
 from logitless.engine.call import HeadCall
 from logitless.engine.choose import every_row, resolve_rows
 from logitless.engine.host_copy import HostCopy
+from logitless.engine.operands import is_same
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
+from logitless.engine.static_rows import Assumed, holds, is_static, with_static_rows
 from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
+# call -> the call, and the rows that are assumed to be supervised
+Assume = Callable[[HeadCall], Assumed]
 
 # Consecutive calls with the same supervised rows before the first early projection.
 LIKELY = 3
@@ -99,6 +104,11 @@ class Streak:
         self.needed *= PATIENCE
 
 
+# See `captured.captured_solve`: (call, its assumption, the streak that it is based on) -> (whether there is a
+# captured pass; its result, None if the assumption is wrong).
+Captured = Callable[[HeadCall, Assume, Streak | None], tuple[bool, Result | None]]
+
+
 def _shape(call: HeadCall) -> tuple[int, int]:
     return call.targets.shape[0], call.sequence_count
 
@@ -110,17 +120,16 @@ _STREAKS = Remembered()
 def over_rows(
     call: HeadCall,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall, Rows | None, Streak | None], tuple[bool, Result | None]] | None = None,
+    run_captured: Captured[Result] | None = None,
 ) -> Result:
-    """Run a pass over the supervised rows of a call.
+    """Run a pass over the supervised rows of a call, or over every row where they are static (`static_rows`).
 
     Args:
         call: the call of one head.
-        run: the pass, called as run(call, rows). It runs a second time if the result of an early projection
-            is discarded.
-        run_captured: the pass over given rows, with compact=False over all rows, as a CUDA graph
-            (`captured.captured_solve`): returns whether there is one, and its result, None if other rows are
-            supervised.
+        run: the pass, called as run(call, rows). It runs a second time if the result of the first run is
+            discarded.
+        run_captured: the same pass as a CUDA graph (`captured.captured_solve`); None for a pass that returns
+            statistics of the supervised tokens alone, whose rows are not static.
 
     Returns:
         What `run` returns.
@@ -128,75 +137,85 @@ def over_rows(
     Raises:
         ValueError: a target or an input is invalid (see `spec.Fault`).
     """
-    if not (run_captured is None or call.loss.compact) and _is_plain(call) and _runs_on_gpu(call.targets):
-        is_captured, result = run_captured(call, None, None)
-        if is_captured:
-            return result
-    streak = _streak(call)
-    rows = None if streak is None else streak.expected(call)
-    if rows is not None and _has_faults(call):
-        streak.length = 0
-    elif rows is not None:
-        result = _over_expected_rows(call, rows, streak, run, run_captured)
+    streak = assume = None
+    if run_captured is not None:
+        assume = _without_counts(call)
+    if assume is None:
+        streak = _streak(call)
+        rows = None if streak is None else streak.expected(call)
+        if rows is not None and _has_faults(call):
+            streak.length = 0
+        elif rows is not None:
+            assume = partial(with_clamped_targets, rows=rows)
+    if assume is not None:
+        result = _assuming(assume, call, streak, run, run_captured)
         if result is not None:
             return result
-        streak.end()
+        if streak is not None:
+            streak.end()
     call, rows = resolve_rows(call)
     if streak is not None:
         streak.add(call, rows)
     return run(call, rows)
 
 
-def _over_expected_rows(
+def _assuming(
+    assume: Assume,
     call: HeadCall,
-    rows: Rows,
-    streak: Streak,
+    streak: Streak | None,
     run: Callable[[HeadCall, Rows], Result],
-    run_captured: Callable[[HeadCall, Rows, Streak], tuple[bool, Result | None]] | None,
+    run_captured: Captured[Result] | None,
 ) -> Result | None:
-    """Run a pass over `rows`; None if others are supervised, which the host reads at the end."""
+    """Run a pass before the host has read what it assumes; None if that was wrong."""
     if run_captured is not None:
-        is_captured, result = run_captured(call, rows, streak)
+        is_captured, result = run_captured(call, assume, streak)
         if is_captured:
             return result
-    early = EarlyProjection(call, rows)
+    assumed = assume(call)
+    if assumed.unread is None:
+        return run(assumed.call, assumed.rows)
+    numbers = HostCopy(assumed.unread)
     try:
-        result = run(early.call, rows)
+        result = run(assumed.call, assumed.rows)
     except Exception:
-        if early.is_valid():
+        if holds(numbers.tolist(), assumed.tokens):
             raise
         return None
-    return result if early.is_valid() else None
+    return result if holds(numbers.tolist(), assumed.tokens) else None
 
 
-class EarlyProjection:
-    """A call of which `rows` are assumed to be supervised, and no others.
-
-    Attributes:
-        call: the call with the targets of these rows clamped to ids of the vocabulary.
-    """
-
-    def __init__(self, call: HeadCall, rows: Rows):
-        self.call, wrong = with_clamped_targets(call, rows)
-        self._wrong = HostCopy(wrong)
-
-    def is_valid(self) -> bool:
-        """Whether the assumption is right.
-
-        Waits for the copy of the counts, not for the pass that was queued after it.
-        """
-        return not any(self._wrong.tolist())
+def rows_again(call: HeadCall) -> tuple[HeadCall, Rows]:
+    """The rows of a call that `over_rows` has run, for a pass over the same rows."""
+    assume = _without_counts(call)
+    if assume is None:
+        return resolve_rows(call)
+    assumed = assume(call)
+    return assumed.call, assumed.rows
 
 
-def with_clamped_targets(call: HeadCall, rows: Rows) -> tuple[HeadCall, Tensor]:
-    """(The call with the targets of `rows` clamped to ids of the vocabulary; counts that are all 0 if these
-    rows are supervised, and no others.)
+def _without_counts(call: HeadCall) -> Assume | None:
+    """Choose the rows of a call that do not depend on which tokens are supervised; None if they do."""
+    if not (_is_plain(call) and _runs_on_gpu(call.targets)):
+        return None
+    if not call.loss.compact:
+        return _every_row
+    return with_static_rows if is_static(call) else None
+
+
+def _every_row(call: HeadCall) -> Assumed:
+    return Assumed(*resolve_rows(call), None)
+
+
+def with_clamped_targets(call: HeadCall, rows: Rows) -> Assumed:
+    """Return the call with the targets of `rows` clamped to ids of the vocabulary.
+
+    The counts are all 0 if these rows are supervised, and no others.
     """
     loss = call.loss
     num_items = call.num_items if loss.reduction == "mean" else None
     targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items, rows.supervised)
     inputs = {name: targets if is_same(x, call.targets) else x for name, x in call.inputs.items()}
-    return call.with_targets(targets, inputs), wrong
+    return Assumed(call.with_targets(targets, inputs), rows, wrong)
 
 
 def _streak(call: HeadCall) -> Streak | None:
@@ -239,12 +258,6 @@ def _runs_on_gpu(targets: Tensor) -> bool:
 
 def _is_no_index(x: object) -> bool:
     return not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool
-
-
-def is_same(x: object, targets: Tensor) -> bool:
-    """Whether an input is the same memory as the targets, as labels may be."""
-    alike = isinstance(x, Tensor) and x.dtype == targets.dtype and x.shape == targets.shape
-    return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()
 
 
 def _has_faults(call: HeadCall) -> bool:

@@ -293,3 +293,9 @@ def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = N
     after_dim = x.dim() - 1 - dim % x.dim()
     is_last = is_last.view(-1, *[1] * after_dim) if after_dim else is_last
     return x.roll(-1, dim).masked_fill(is_last, last)
+
+
+def is_same(x: object, targets: Tensor) -> bool:
+    """Whether an input is the same memory as the targets, as labels may be."""
+    alike = isinstance(x, Tensor) and x.dtype == targets.dtype and x.shape == targets.shape
+    return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()

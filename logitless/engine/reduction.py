@@ -77,7 +77,7 @@ def unit_factors(call: HeadCall, rows: Rows) -> Factors:
         normalizers = loss.normalizers(counts, call.targets, call.inputs)
         if call.num_items is not None:
             normalizers[loss.unit] = call.num_items
-        factors = inverses(normalizers, call.stat_dtype, call.coefficient)
+        factors = inverses(normalizers, call.stat_dtype, call.coefficient, known=(counts, metrics))
     return Factors(factors, metrics, None if call.num_items is None else loss.unit)
 
 
@@ -94,16 +94,27 @@ def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: in
 
 
 def inverses(
-    normalizers: Mapping[str, Number], dtype: torch.dtype, coefficient: float = 1.0
+    normalizers: Mapping[str, Number],
+    dtype: torch.dtype,
+    coefficient: float = 1.0,
+    known: tuple[Mapping, Mapping] = ({}, {}),
 ) -> dict[str | None, Number]:
-    """Unit -> coefficient / normalizer. A normalizer of 0 (an empty sum) is replaced by 1."""
+    """Unit -> coefficient / normalizer. A normalizer of 0 (an empty sum) is replaced by 1.
+
+    `known`: other normalizers and their inverses. Those that are the same tensor are not inverted again.
+    """
     factors: dict[str | None, Number] = {None: coefficient}
+    others, inverted = known
     for unit, count in normalizers.items():
-        if isinstance(count, Tensor):
+        if not isinstance(count, Tensor):
+            factors[unit] = coefficient / (count or 1)
+        elif count is others.get(unit) and coefficient == 1.0:
+            factors[unit] = inverted[unit]
+        elif count.is_floating_point():
             count = count.to(dtype)
             factors[unit] = coefficient / torch.where(count == 0, 1.0, count)
         else:
-            factors[unit] = coefficient / (count or 1)
+            factors[unit] = coefficient / count.clamp(min=1).to(dtype)
     return factors
 
 

@@ -169,6 +169,15 @@ def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
     return _every_row(N, N, grouping, layout)._replace(chosen_tokens=chosen)
 
 
+def static_rows(supervised: Tensor, tokens: Tensor, grouping: Grouping) -> Rows:
+    """All rows of padded sequences, of which `supervised` (N,) are supervised, `tokens` () in number."""
+    layout = None
+    if grouping.sequences or grouping.grouped:
+        layout = _padded(supervised, grouping, None, compact=False)
+    rows = _every_row(supervised.shape[0], tokens, grouping, layout)
+    return rows._replace(supervised=supervised, supervised_count=tokens)
+
+
 class _Counts(NamedTuple):
     """Counts of the supervised tokens and of each fault, on the device."""
 

@@ -86,8 +86,8 @@ class LinearLoss(CheckedCall):
             other than log p(target).
         compact: True: remove unsupervised rows before the first product, which costs one host sync. False: no
             host sync, as CUDA graphs require; all rows are projected, and the packed sequences of a loss with
-            scope "group" form one group. A small call is then also replayed as a CUDA graph if other
-            tokens are ignored than in the calls before.
+            scope "group" form one group. On a GPU, a call of a few hundred tokens projects all rows in either
+            case, which takes less time than the host takes to remove some.
         tp_group: process group for vocabulary parallelism; or a one-dimensional DeviceMesh; or, if the weight
             is a DTensor, the name of a dimension of its mesh. Each rank passes its rows of the head, in the
             order of the ranks: weight (V_r, H) and bias (V_r,), and the same for the heads of a teacher and a

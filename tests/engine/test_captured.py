@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss, linear_cross_entropy
-from logitless.engine import captured, early_projection, remembered
+from logitless.engine import captured, early_projection, remembered, static_rows
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY
 from logitless.engine.host_copy import HostCopy
@@ -52,10 +52,15 @@ def simulated_capture(run, device):
 
 
 @contextmanager
-def captures():
-    """Calls are captured, without a GPU in a simulation; before and after, there is no pass."""
+def captures(*, static=False):
+    """Calls are captured, without a GPU in a simulation; before and after, there is no pass.
+
+    `static`: whether the rows of small calls are static.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
+        if not static:
+            patch.setattr(static_rows, "SIZE", 0)
         patch.setattr(early_projection, "_STREAKS", remembered.Remembered())
         patch.setattr(captured, "CAPTURES_ON", (DEVICE.type,))
         patch.setattr(captured, "is_switched_off", lambda: False)  # `uncompiled` switches the compiler off
@@ -297,21 +302,12 @@ def test_all_rows_of_calls_that_are_looked_up_by_the_flattened_call(replays):
     assert len(replays) == 2
 
 
-@pytest.mark.parametrize("capturing_by", ["torch.compile", "hand"])
-def test_a_step_that_is_going_to_be_captured_has_no_captured_pass(capturing_by, replays):
+@on_a_gpu
+def test_a_step_that_is_going_to_be_captured_has_no_captured_pass(replays):
     x = Operands()
-
-    def step():
-        return linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
-
-    if capturing_by == "torch.compile":
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
-    elif DEVICE.type != "cuda":
-        pytest.skip("a CPU has one stream")
-    elsewhere = nullcontext() if capturing_by == "torch.compile" else torch.cuda.stream(torch.cuda.Stream())
-    with torch.compiler.set_stance("default"), elsewhere:
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(SIGHTINGS + 1):
-            step()
+            linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
     assert not replays
 
 

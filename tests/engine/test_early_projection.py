@@ -19,7 +19,7 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
-from logitless.engine import base, early_projection, remembered
+from logitless.engine import base, early_projection, remembered, static_rows
 from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import LIKELY, PATIENCE
 from logitless.engine.projection import Projection
@@ -39,19 +39,20 @@ def guessing(monkeypatch):
     """As on a GPU, and with nothing learned from other tests."""
     monkeypatch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
     monkeypatch.setattr(early_projection, "_STREAKS", remembered.Remembered())
+    monkeypatch.setattr(static_rows, "SIZE", 0)
 
 
 @pytest.fixture
 def begun(monkeypatch):
     """One entry for each pass that was begun early: its rows."""
-    rows, init = [], early_projection.EarlyProjection.__init__
+    begun, assume = [], early_projection.with_clamped_targets
 
-    def spy(self, call, expected):
-        init(self, call, expected)
-        rows.append(expected)
+    def spy(call, rows):
+        begun.append(rows)
+        return assume(call, rows)
 
-    monkeypatch.setattr(early_projection.EarlyProjection, "__init__", spy)
-    return rows
+    monkeypatch.setattr(early_projection, "with_clamped_targets", spy)
+    return begun
 
 
 class Operands:

@@ -452,6 +452,7 @@ class OfSequences(CrossEntropyLoss):
     unit = "sequences"
 
 
+@pytest.mark.usefixtures("counted_rows")
 def test_an_error_of_the_call_is_the_callers(graphs, monkeypatch):
     """It is raised as it is, and the next call makes the graph."""
     hidden, weight, targets = operands(5)

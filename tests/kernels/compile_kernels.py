@@ -276,6 +276,8 @@ def target_combinations() -> Iterator[Combination]:
     for items in (False, True):
         flags = {"HAS_ITEMS": items, "HAS_SUPERVISED": not items, "BLOCK": targets_triton.BLOCK}
         yield combination("clamp_kernel", {}, flags)
+        flags = {"HAS_ITEMS": items, "BLOCK": targets_triton.BLOCK}
+        yield combination("clean_kernel", {}, flags)
     yield combination("shard_columns_kernel", {}, {"BLOCK": targets_triton.BLOCK})
 
 

@@ -232,7 +232,7 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
 # Kernels that no call here launches; a guess takes more calls.
 ELSEWHERE = (
     *("scale_kernel", "scale_all_kernel", "shard_kernel", "shard_columns_kernel", "merge_kernel"),
-    "clamp_kernel",
+    *("clamp_kernel", "clean_kernel"),
     "split_rows_kernel",
 )
 

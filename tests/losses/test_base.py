@@ -132,6 +132,7 @@ GEMMS = {
 
 @pytest.mark.parametrize("budget", [None, 60_000], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("name", GEMMS)
+@pytest.mark.usefixtures("counted_rows")
 def test_gemms(name, budget):
     (loss, trainable, ignored, gemms), strategy = GEMMS[name], name.split(",")[0]
     tokens, hidden, vocab = 64, 32, 501

@@ -136,6 +136,7 @@ def test_every_token_counts_without_targets(ignore_index):
 
 @pytest.mark.parametrize("make", [DistillationLoss, JSDLoss])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("counted_rows")
 def test_a_head_of_one_id_that_is_the_ignored_one(make, reduction):
     """Without labels no token is ignored: the models agree on the one id."""
     hidden, weight = torch.randn(6, 3).requires_grad_(), torch.randn(1, 3).requires_grad_()

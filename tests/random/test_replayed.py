@@ -37,9 +37,9 @@ class Fixed(World):
         return kept
 
 
-def check(case: Call) -> None:
+def check(case: Call, *, static: bool = True) -> None:
     family, heads = FAMILIES[case.loss], {}
-    with captures(), mock.patch.object(captured, "SIGHTINGS", 1):
+    with captures(static=static), mock.patch.object(captured, "SIGHTINGS", 1):
         for seed in SEEDS:
             w = Fixed(replace(case, seed=case.seed + seed), heads)
             w.inputs = family.given(w)
@@ -68,12 +68,13 @@ def test_replayed(name):
 KINDS = {"DPO": "sigmoid", "GRPO": "dapo"}
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("loss", ["cross-entropy", "DPO", "ORPO", "KTO", "GRPO", "RLOO", "distillation"])
-def test_calls_are_replayed(loss):
-    """Of which no token is ignored, so that other values are replayed as well."""
+def test_calls_are_replayed(loss, static):
+    """Of which no token is ignored, so that other values are replayed without static rows as well."""
     options = {"loss_type": KINDS[loss]} if loss in KINDS else {}
     case = replace(formula(loss, options), lengths=(4, 4, 4, 4), padding=0, ignored=0.0)
     replay = captured.CapturedPass.run
     with mock.patch.object(captured.CapturedPass, "run", autospec=True, side_effect=replay) as ran:
-        check(case)
+        check(case, static=static)
     assert ran.call_count >= 3

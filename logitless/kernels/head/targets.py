@@ -153,3 +153,26 @@ def clamped(
     if num_items is not None:
         wrong = wrong + ~(num_items > 0)
     return ids, wrong.view(1)
+
+
+def cleaned(
+    targets: Tensor,  # (N,) int64
+    V: int,
+    ignore_index: int,
+    num_items: Tensor | None = None,  # (), a normalizer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clamp the supervised targets to [0, V), and count them.
+
+    Returns:
+        (targets (N,); which of them are supervised (N,), bool; (2,) int64: the number of supervised targets,
+        and 0 if all of them were in [0, V) and `num_items` is above 0).
+    """
+    if runs_kernels(targets):
+        from logitless.kernels.head import targets_triton
+
+        return targets_triton.cleaned(targets, V, ignore_index, num_items)
+    marks = marked(targets, V, ignore_index)
+    supervised, counts = marks[0], marks.sum(1)
+    if num_items is not None:
+        counts[1] += ~(num_items > 0)
+    return torch.where(supervised, targets.clamp(0, V - 1), ignore_index), supervised, counts

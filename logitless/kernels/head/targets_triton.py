@@ -238,3 +238,50 @@ def clamped(
     flags |= {"BLOCK": BLOCK, "num_warps": WARPS}
     clamp_kernel[(parts,)](targets, items, mask, ids, wrong, rows, V, ignore_index, **flags)
     return ids, wrong
+
+
+@cached_launch
+@triton.jit(**OF_CHUNKS)
+def clean_kernel(
+    targets_ptr,
+    num_items_ptr,
+    ids_ptr,
+    supervised_ptr,
+    counts_ptr,
+    rows,
+    V,
+    ignore_index,
+    parts,
+    HAS_ITEMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part = tl.program_id(0)
+    at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows
+    y = tl.load(targets_ptr + at, mask=inside, other=ignore_index)
+    supervised = y != ignore_index
+    outside = supervised & ((y < 0) | (y >= V))
+    ids = tl.where(supervised, tl.minimum(tl.maximum(y, 0), V - 1), ignore_index)
+    wrong = tl.sum(outside.to(tl.int32), 0)
+    if HAS_ITEMS:
+        wrong += tl.where(tl.load(num_items_ptr) > 0, 0, 1)
+    tl.store(ids_ptr + at, ids, mask=inside)
+    tl.store(supervised_ptr + at, supervised.to(tl.int8), mask=inside)
+    tl.store(counts_ptr + part, tl.sum(supervised.to(tl.int32), 0).to(tl.int64))
+    tl.store(counts_ptr + parts + part, wrong.to(tl.int64))
+
+
+def cleaned(
+    targets: Tensor, V: int, ignore_index: int, num_items: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = targets.shape[0]
+    targets = dense(targets, torch.int64)
+    parts = triton.cdiv(rows, BLOCK)
+    ids = torch.empty_like(targets)
+    supervised = torch.empty(rows, dtype=torch.bool, device=targets.device)
+    counts = torch.empty(2, parts, dtype=torch.int64, device=targets.device)
+    items = counts if num_items is None else num_items
+    flags = {"HAS_ITEMS": num_items is not None, "BLOCK": BLOCK, "num_warps": WARPS}
+    numbers = (rows, V, ignore_index, parts)
+    clean_kernel[(parts,)](targets, items, ids, supervised.view(torch.int8), counts, *numbers, **flags)
+    return ids, supervised, counts.view(2) if parts == 1 else counts.sum(1)

@@ -7,6 +7,7 @@ import torch
 
 from logitless.kernels.head.targets import (
     clamped,
+    cleaned,
     count_targets,
     counted,
     marked,
@@ -202,3 +203,25 @@ def test_clamped_targets_where_some_are_ignored(N):
         actual, wrong = clamped(others, V, -100, supervised=supervised)
         assert wrong.sum() == (value != -100 if not supervised[place] else value != 3)
         assert torch.equal(actual, torch.where(supervised, others.clamp(0, V - 1), -100))
+
+
+@pytest.mark.parametrize("N", [1, 7, 3000])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.int64])
+def test_cleaned_targets(N, dtype):
+    V, random = 11, Random(N)
+    given = torch.where(torch.arange(N, device=DEVICE) % 3 != 1, random.integers(V, N), -100)
+    items = None if dtype is None else torch.tensor(2, dtype=dtype, device=DEVICE)
+    for targets in (given, strided(given)):
+        ids, supervised, counts = cleaned(targets, V, -100, items)
+        assert torch.equal(ids, given) and torch.equal(supervised, given != -100)
+        assert counts.tolist() == [(given != -100).sum(), 0]
+    for place, value in itertools.product({0, N // 2, N - 1}, (-1, V)):
+        targets = given.clone()
+        targets[place] = value
+        ids, supervised, counts = cleaned(targets, V, -100, items)
+        assert torch.equal(ids, torch.where(targets != -100, targets.clamp(0, V - 1), -100))
+        assert torch.equal(supervised, targets != -100)
+        assert counts.tolist() == [(targets != -100).sum(), 1]
+    if items is not None:
+        assert cleaned(given, V, -100, torch.zeros_like(items))[2][1] > 0
+    assert cleaned(given.fill_(4), V, 4)[2].tolist() == [0, 0]

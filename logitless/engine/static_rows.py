@@ -1,0 +1,113 @@
+"""Static rows: a small call projects every row, whichever tokens it supervises.
+
+The products of a few hundred rows take less time than the host takes to count the supervised ones and to
+launch kernels for them. With static rows, the kernels do not depend on the values of the targets: a pass can
+be queued before the host knows them, and replayed for others (`captured`). The evaluation and the kernels
+mask the ignored rows, as with compact=False. Unlike there, what the call contains in these rows is replaced
+by 0 first, so that it may be NaN, and the host reads the faults after the pass is queued.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import HeadCall
+from logitless.engine.choose import grouping_of
+from logitless.engine.compiled import is_capturing, is_of_library
+from logitless.engine.operands import is_same
+from logitless.engine.remembered import Remembered
+from logitless.engine.rows import Rows, static_rows
+from logitless.engine.spec import PER_TOKEN, LossSpec
+from logitless.kernels.head.targets import cleaned
+
+# The rows of a call are static if N * V * H is at most this many times the bytes of the device's memory. On a
+# GPU with 80 GB these are 1,024 tokens with H 2,048 and a vocabulary of 151,936.
+SIZE = 4
+# Identity of a loss -> the same loss with compact=False; None if it has no such option.
+_STATIC = Remembered()
+
+
+class Assumed(NamedTuple):
+    """A call that is run before the host has read what it assumes."""
+
+    call: HeadCall
+    rows: Rows
+    unread: Tensor | None  # (n,) integers; None: nothing is assumed
+    # All of `unread` are assumed to be 0. If this is 1, the first of them is the number of supervised tokens,
+    # which is assumed not to be 0.
+    tokens: int = 0
+
+
+def holds(numbers: list[int], tokens: int) -> bool:
+    """Whether `Assumed.unread`, which the host has read, is as assumed."""
+    return all(numbers[:tokens]) and not any(numbers[tokens:])
+
+
+@cache
+def total_memory(device: torch.device) -> int:
+    """The bytes of the device's memory; of a CPU, as of a GPU with 64 GiB."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
+
+
+def is_static(call: HeadCall) -> bool:
+    """Whether the rows of a call of one head are static. This depends on the loss and on shapes alone."""
+    loss = call.loss
+    return (
+        loss.compact
+        and bool(loss.identity)
+        and loss.logits_budget is None
+        and loss.teacher_rows is None
+        and not loss.unmasked
+        and is_small(call)
+        and is_of_library(loss)
+        and not is_capturing(call.weight.device)
+        and _with_every_row(loss) is not None
+    )
+
+
+def is_small(call: HeadCall) -> bool:
+    """Whether the products of every row take about as long as the host takes for the call."""
+    size = call.targets.shape[0] * call.V * call.hidden.shape[1]
+    return 0 < size <= SIZE * total_memory(call.weight.device)
+
+
+def _with_every_row(loss: LossSpec) -> LossSpec | None:
+    if loss.identity not in _STATIC:
+        try:
+            _STATIC[loss.identity] = replace(loss, compact=False)
+        except ValueError:
+            _STATIC[loss.identity] = None
+    return _STATIC[loss.identity]
+
+
+@torch.no_grad()
+def with_static_rows(call: HeadCall) -> Assumed:
+    """Return the call with 0 in its ignored rows, its rows, and the counts of its tokens and faults."""
+    loss = call.loss
+    num_items = call.num_items if loss.reduction == "mean" else None
+    targets, supervised, unread = cleaned(call.targets, call.V, loss.ignore_index, num_items)
+    if loss.faults is not None:
+        faults = [x.count for x in loss.faults(call.targets, call.inputs, call.V)]
+        more = [x if x.dim() == 0 else (x & supervised).sum() for x in faults]
+        unread = torch.stack((*unread.unbind(), *more)) if more else unread
+    inputs = dict(call.inputs)
+    for name, x in inputs.items():
+        if is_same(x, call.targets):
+            inputs[name] = targets
+        elif loss.roles[name] in PER_TOKEN:
+            inputs[name] = _masked(x, supervised)
+    static = call.with_targets(targets, inputs)
+    static.__dict__.update(hidden=_masked(call.hidden, supervised), loss=_with_every_row(loss))
+    rows = static_rows(supervised, unread[0], grouping_of(static))
+    return Assumed(static, rows, unread, tokens=1)
+
+
+def _masked(x: Tensor | None, supervised: Tensor) -> Tensor | None:
+    """`x` (N, ...), with 0 in the rows that are not supervised (N,)."""
+    if x is None:
+        return None
+    zero = False if x.dtype == torch.bool else 0
+    return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, zero)

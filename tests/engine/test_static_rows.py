@@ -1,0 +1,208 @@
+"""A small call projects every row, with the results of one that projects the supervised rows."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, DPOLoss, linear_cross_entropy
+from logitless.engine import captured, static_rows
+from logitless.engine.captured import SIGHTINGS
+from tests.engine import test_captured
+from tests.engine.test_captured import NEVER, Operands, V, captures, expect_equal
+from tests.losses import every_loss
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
+replays = test_captured.replays
+
+
+@pytest.fixture(autouse=True)
+def capturing():
+    with captures(static=True):
+        yield
+
+
+@contextmanager
+def uncaptured(*, static=True):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "CAPTURES_ON", ())
+        if not static:
+            patch.setattr(static_rows, "SIZE", 0)
+        yield
+
+
+def poison(x):
+    """What no call may read: NaN, and ids that do not exist, wherever a token is ignored."""
+    ignored = x.targets == -100
+    with torch.no_grad():
+        for _, values in x.items():
+            if values.shape[:2] == ignored.shape and values is not x.targets:
+                values[ignored] = torch.nan if values.is_floating_point() else -7
+
+
+# Integer inputs are no obstacle.
+LOSSES = [name for name in every_loss.LOSSES if name not in NEVER or name == "top-k teacher"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss(name, replays):
+    """Other tokens are ignored in every call: equal to the bit to the pass that is not captured, and to the
+    rounding of fp32 to the pass over the supervised rows."""
+    heads = every_loss.heads()
+    x = every_loss.given(6)
+
+    def run():
+        value, *others = every_loss.LOSSES[name](x, heads)
+        found = every_loss.gradients(1.5 * value, x, heads)
+        return [value.detach(), *others, *found.values()]
+
+    for seed in range(SIGHTINGS + 3):
+        every_loss.refill(x, seed, ignored=0.3 if seed % 3 else 0.0)
+        poison(x)
+        actual = run()
+        with uncaptured():
+            expect_equal(actual, run())
+        with uncaptured(static=False):
+            expected = run()
+        assert expected[0].isfinite()
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert replays == [True] * 4
+
+
+def rows(call):
+    return call().plan.rows
+
+
+def test_which_calls_have_static_rows(monkeypatch):
+    x = Operands()
+    x.targets[:, 1:] = -100
+    some, every = x.targets.shape[0], x.targets.numel()
+
+    class Own(CrossEntropyLoss):
+        pass
+
+    def call(loss, **inputs):
+        return lambda: loss(x.hidden, x.weight, x.targets, **inputs)
+
+    main = torch.zeros_like(x.weight)
+    assert rows(call(CrossEntropyLoss())) == every
+    assert rows(call(CrossEntropyLoss(), accumulate_into=main)) == every
+    assert rows(call(CrossEntropyLoss(logits_budget=2**20))) == some
+    assert rows(call(CrossEntropyLoss(reduction="none"))) == some
+    assert rows(call(Own())) == some
+    size = x.targets.numel() * x.weight.numel()
+    monkeypatch.setattr(static_rows, "SIZE", size / static_rows.total_memory(x.weight.device))
+    assert rows(call(CrossEntropyLoss())) == every
+    monkeypatch.setattr(static_rows, "SIZE", (size - 1) / static_rows.total_memory(x.weight.device))
+    assert rows(call(CrossEntropyLoss())) == some
+
+
+@pytest.mark.parametrize("number", [0, 1, SIGHTINGS, SIGHTINGS + 1])
+def test_errors(number, replays):
+    """The same after right calls, and the next right call is right."""
+    x = Operands()
+    x.targets[1, 2:] = -100
+    items = torch.tensor(3.0, device=x.hidden.device)
+
+    def run():
+        loss = linear_cross_entropy(x.hidden, x.weight, x.targets, bias=x.bias, num_items=items)
+        return [loss.detach(), *torch.autograd.grad(loss, (x.hidden, x.weight, x.bias))]
+
+    for _ in range(number):
+        run()
+    expected, right = run(), x.targets.clone()
+    for wrong in (V, -1):
+        x.targets[0, 1] = wrong
+        with pytest.raises(ValueError, match="^targets: expected ids in .* got 1 outside"):
+            run()
+    x.targets = right
+    items.zero_()
+    with pytest.raises(ValueError, match="^num_items: expected a number above 0"):
+        run()
+    items.fill_(3)
+    passes = list(captured._PASSES.values())
+    expect_equal(run(), expected)
+    assert all(x in captured._PASSES.values() for x in passes)
+
+
+def test_labels_that_are_no_flags(replays):
+    """A check of the loss's own, whose count the host reads with the others."""
+    heads, x = every_loss.heads(), every_loss.given(6)
+    for _ in range(SIGHTINGS + 1):
+        x.labels = torch.tensor([1, 0, 1, 0], device=x.hidden.device)
+        value, *_ = every_loss.LOSSES["KTO"](x, heads)
+        x.labels = torch.tensor([1, 0, 1, 2], device=x.hidden.device)
+        with pytest.raises(ValueError, match="^labels: "):
+            every_loss.LOSSES["KTO"](x, heads)
+    assert True in replays
+
+
+def test_no_supervised_token(replays):
+    """The call counts its rows: a loss of 0 and gradients of 0, whatever is in its rows."""
+    x = Operands()
+    targets = x.targets.clone()
+
+    def run():
+        loss = linear_cross_entropy(x.hidden, x.weight, x.targets)
+        return [loss.detach(), *torch.autograd.grad(loss * torch.inf, (x.hidden, x.weight))]
+
+    for call in range(SIGHTINGS + 3):
+        x.targets = targets.clone() if call != SIGHTINGS + 1 else torch.full_like(targets, -100)
+        found = run()
+        if call == SIGHTINGS + 1:
+            assert not any(tensor.any() for tensor in found)
+    assert replays == [True, True, False, False, True]
+
+
+def test_into_a_main_gradient(replays):
+    """The pass of the backward pass has the same rows as that of the forward pass."""
+    x = Operands()
+    targets = x.targets.clone()
+    for call in range(SIGHTINGS + 2):
+        x.targets = targets.clone()
+        x.targets[1:, call:] = -100
+        if call == SIGHTINGS:
+            x.targets.fill_(-100)
+        with torch.no_grad():
+            x.hidden[x.targets == -100] = torch.nan
+        loss = linear_cross_entropy(x.hidden, x.weight, x.targets)
+        expected = torch.autograd.grad(loss, (x.hidden, x.weight))
+        main = torch.zeros_like(x.weight)
+        out = CrossEntropyLoss()(x.hidden, x.weight, x.targets, accumulate_into=main)
+        (d_hidden,) = torch.autograd.grad(out.loss, x.hidden)
+        expect_equal([out.loss, d_hidden, main], [loss, *expected])
+        x.hidden = torch.randn_like(x.hidden).requires_grad_()
+    with pytest.raises(ValueError, match="expected an upstream gradient of 1"):
+        (3 * CrossEntropyLoss()(x.hidden, x.weight, targets, accumulate_into=main).loss).backward()
+    assert len(replays) > 3
+
+
+def test_upstream_gradients_of_ignored_tokens(replays):
+    x = Operands()
+    for call in range(SIGHTINGS + 1):
+        x.targets[1, call:] = -100
+        loss = DPOLoss()(x.hidden, x.weight, x.targets, ref_logps=x.per_token).loss
+        (d_hidden,) = torch.autograd.grad(loss * torch.inf, x.hidden)
+        ignored = x.targets == -100
+        assert not d_hidden[ignored].any()
+        assert not d_hidden[~ignored].isfinite().all(-1).any()
+    assert len(replays) == 2
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_in_a_compiled_graph(compact, replays):
+    """The operator of a compiled graph replays the same passes."""
+    x = Operands()
+
+    def step(hidden, weight, targets):
+        return linear_cross_entropy(hidden, weight, targets, compact=compact) * 1.5
+
+    with torch.compiler.set_stance("default"):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for call in range(SIGHTINGS + 2):
+            x.targets[1, call:] = -100
+            actual = torch.autograd.grad(compiled(x.hidden, x.weight, x.targets), (x.hidden, x.weight))
+            with uncaptured():
+                expected = torch.autograd.grad(step(x.hidden, x.weight, x.targets), (x.hidden, x.weight))
+            expect_equal(actual, expected)
+    assert len(replays) == 3
