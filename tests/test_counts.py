@@ -44,4 +44,4 @@ def test_another_order_of_launches_is_seen():
     assert launches[0] == "clean_kernel" and launches.count("read_kernel") == launches.count("mm") == 2
     launches.reverse()
     (actual,) = counts.differences(fresh, COMMITTED)
-    assert actual.startswith("simulated Hopper, CE: launches ['clamp_kernel', ") and str(launches) in actual
+    assert actual.startswith("simulated Hopper, CE: launches ['clean_kernel', ") and str(launches) in actual

@@ -45,7 +45,7 @@ from logitless.engine import captured
 from logitless.engine.budget import plan_for
 from logitless.engine.call import HeadCall, Replayable, Signature, pack, unpack, with_needs
 from logitless.engine.choose import resolve_rows
-from logitless.engine.early_projection import over_rows, rows_again
+from logitless.engine.early_projection import over_rows, planned, rows_again
 from logitless.engine.gradients import Gradients, Solved, either, finish
 from logitless.engine.graph_names import graph_key
 from logitless.engine.plan import Pass, Plan, Write
@@ -547,7 +547,7 @@ def _plan_into_main(call: HeadCall, solved: Solved) -> Plan:
         call: the call, with what needs a gradient: the backward pass solves it.
         solved: the result of the forward pass, which computed no gradients.
     """
-    call = call.with_shards(solved.rows.shards)
+    call = planned(call.with_shards(solved.rows.shards))
     later = plan_for(call, solved.rows, Pass.SOLVE, wide_d_weight=True)
     return replace(solved.plan, in_backward=later)
 

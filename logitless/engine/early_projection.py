@@ -23,7 +23,7 @@ from logitless.engine.host_copy import HostCopy
 from logitless.engine.operands import is_same
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
-from logitless.engine.static_rows import Assumed, holds, is_static, with_static_rows
+from logitless.engine.static_rows import Assumed, holds, is_static, of_every_row, with_static_rows
 from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
@@ -191,6 +191,11 @@ def rows_again(call: HeadCall) -> tuple[HeadCall, Rows]:
         return resolve_rows(call)
     assumed = assume(call)
     return assumed.call, assumed.rows
+
+
+def planned(call: HeadCall) -> HeadCall:
+    """The call whose plan is that of a pass over its rows."""
+    return of_every_row(call) if _without_counts(call) is with_static_rows else call
 
 
 def _without_counts(call: HeadCall) -> Assume | None:

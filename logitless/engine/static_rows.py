@@ -83,6 +83,13 @@ def _with_every_row(loss: LossSpec) -> LossSpec | None:
     return _STATIC[loss.identity]
 
 
+def of_every_row(call: HeadCall) -> HeadCall:
+    """The call of the same loss with compact=False, which has the plan of a pass over static rows."""
+    static = call.with_targets(call.targets, call.inputs)
+    static.__dict__["loss"] = _with_every_row(call.loss)
+    return static
+
+
 @torch.no_grad()
 def with_static_rows(call: HeadCall) -> Assumed:
     """Return the call with 0 in its ignored rows, its rows, and the counts of its tokens and faults."""
@@ -99,8 +106,8 @@ def with_static_rows(call: HeadCall) -> Assumed:
             inputs[name] = targets
         elif loss.roles[name] in PER_TOKEN:
             inputs[name] = _masked(x, supervised)
-    static = call.with_targets(targets, inputs)
-    static.__dict__.update(hidden=_masked(call.hidden, supervised), loss=_with_every_row(loss))
+    static = of_every_row(call).with_targets(targets, inputs)
+    static.__dict__["hidden"] = _masked(call.hidden, supervised)
     rows = static_rows(supervised, unread[0], grouping_of(static))
     return Assumed(static, rows, unread, tokens=1)
 

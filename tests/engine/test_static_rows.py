@@ -1,12 +1,13 @@
 """A small call projects every row, with the results of one that projects the supervised rows."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss, linear_cross_entropy
-from logitless.engine import captured, static_rows
+from logitless.engine import base, captured, static_rows
 from logitless.engine.captured import SIGHTINGS
 from tests.engine import test_captured
 from tests.engine.test_captured import NEVER, Operands, V, captures, expect_equal
@@ -152,6 +153,21 @@ def test_no_supervised_token(replays):
         if call == SIGHTINGS + 1:
             assert not any(tensor.any() for tensor in found)
     assert replays == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["top-k teacher", "cosine", "DPO"])
+def test_the_plan_of_the_pass_into_a_main_gradient(name, monkeypatch):
+    ran, run_spans = [], base.run_spans
+    monkeypatch.setattr(base, "run_spans", lambda plan, *more: ran.append(plan) or run_spans(plan, *more))
+    plans, plan_into_main = [], base._plan_into_main
+    monkeypatch.setattr(
+        base, "_plan_into_main", lambda *given: plans.append(plan_into_main(*given)) or plans[-1]
+    )
+    x = every_loss.given(9)
+    every_loss.LOSSES[name](x, None, accumulate_into=torch.zeros_like(x.weight))[0].backward()
+    (plan,) = plans
+    assert [replace(plan, in_backward=None), plan.in_backward] == ran
+    assert plan.rows == plan.in_backward.rows == x.targets.numel()
 
 
 def test_into_a_main_gradient(replays):
