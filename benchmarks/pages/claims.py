@@ -337,6 +337,7 @@ OFF_WITH_OTHERS = Result(PORTABLE, ("gradients", READ, "rows", "logitless", "d_h
 
 START = "docs/start.md"
 CARD = "the memory of a card"
+STATIC = "logitless/engine/static_rows.py: SIZE"
 
 CLAIMS = (
     Claim(
@@ -612,6 +613,17 @@ CLAIMS = (
         "docs/howto/small-batches.md",
         "on a GPU with {} GB and {} on one with {} GB",
         (stated(80, CARD), stated(600, "24 GB / 128 / (151,936 x 2 bytes)"), stated(24, CARD)),
+    ),
+    Claim(
+        "docs/howto/small-batches.md",
+        "calls of up to 1,024 tokens on a GPU with {} GB, of {} on one with {} GB",
+        (stated(80, CARD), stated(300, STATIC), stated(24, CARD)),
+    ),
+    Claim(
+        "docs/design.md",
+        "if N V H is at most {} times the bytes of the GPU's memory (with H 2,048 and V 151,936, 1,024 "
+        "tokens on a GPU with {} GB)",
+        (stated(4, STATIC), stated(80, CARD)),
     ),
     Claim(
         "docs/howto/small-batches.md",
