@@ -30,7 +30,7 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"),
 
 INTEGERS = set(
     "numel y_numel y_columns n start width V common ignore_index ignored columns count length bounds N write"
-    " rows k H C rank ranks S M total most_gathered kind size".split()
+    " rows parts k H C rank ranks S M total most_gathered kind size".split()
 )
 INT64 = set(
     "columns_ptr targets_ptr labels_ptr teacher_rows_ptr ids_ptr order_ptr starts_ptr found_ptr counts_ptr"
@@ -277,7 +277,7 @@ def target_combinations() -> Iterator[Combination]:
         flags = {"HAS_ITEMS": items, "HAS_SUPERVISED": not items, "BLOCK": targets_triton.BLOCK}
         yield combination("clamp_kernel", {}, flags)
         flags = {"HAS_ITEMS": items, "BLOCK": targets_triton.BLOCK}
-        yield combination("clean_kernel", {}, flags)
+        yield combination("clean_kernel", {"supervised": "i8"}, flags)
     yield combination("shard_columns_kernel", {}, {"BLOCK": targets_triton.BLOCK})
 
 
