@@ -616,14 +616,14 @@ CLAIMS = (
     ),
     Claim(
         "docs/howto/small-batches.md",
-        "calls of up to 1,024 tokens on a GPU with {} GB, of {} on one with {} GB",
-        (stated(80, CARD), stated(300, STATIC), stated(24, CARD)),
+        "calls of up to 512 tokens on a GPU with {} GB, of {} on one with {} GB",
+        (stated(80, CARD), stated(160, STATIC), stated(24, CARD)),
     ),
     Claim(
         "docs/design.md",
-        "if N V H is at most {} times the bytes of the GPU's memory (with H 2,048 and V 151,936, 1,024 "
-        "tokens on a GPU with {} GB)",
-        (stated(4, STATIC), stated(80, CARD)),
+        "at most {} multiplications for each byte of the GPU's memory: 512 tokens with H 2,048 and V 151,936 "
+        "on a GPU with {} GB",
+        (stated(6, STATIC), stated(80, CARD)),
     ),
     Claim(
         "docs/howto/small-batches.md",

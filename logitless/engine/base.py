@@ -76,6 +76,8 @@ class CallResult(NamedTuple):
     plan: Plan | None  # None inside a compiled graph
 
 
+# A function that chooses the rows of a call, such as `resolve_rows`.
+RowChoice = Callable[[HeadCall], tuple[HeadCall, Rows]]
 # (heads, mode) -> CallResult: a function that replaces the passes (`tools` sets it); None: the passes run.
 StandIn = Callable[[Sequence[HeadCall], Mode], CallResult]
 _STAND_IN: ContextVar[StandIn | None] = ContextVar("stand_in", default=None)
@@ -468,13 +470,20 @@ class Statistics:
     plan: Plan
 
 
-def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None) -> Solved:
+def solve(
+    calls: Sequence[HeadCall],
+    *,
+    fixed_dtypes: bool,
+    main: Tensor | None = None,
+    choose: RowChoice = resolve_rows,
+) -> Solved:
     """Compute the loss and its gradients in one pass.
 
     Args:
         calls: the heads, in order.
         fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
         main: (V, H) to which the complete gradient of the weight is added.
+        choose: chooses the rows of the calls with several heads or with `main`.
     """
     if len(calls) == 1 and main is None:
 
@@ -483,7 +492,6 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None 
 
         run_captured = partial(captured.captured_solve, solve=run, fixed_dtypes=fixed_dtypes)
         return over_rows(calls[0], run, run_captured)
-    choose = rows_again if len(calls) == 1 else resolve_rows
     return _solve(list(map(choose, calls)), fixed_dtypes=fixed_dtypes, main=main)
 
 
@@ -527,10 +535,16 @@ def _solve(
 
 
 def solve_into_main(
-    call: HeadCall, main: Tensor, grad_scale: float, *, fixed_dtypes: bool
+    call: HeadCall,
+    main: Tensor,
+    grad_scale: float,
+    *,
+    fixed_dtypes: bool,
+    choose: RowChoice = rows_again,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Solve a call and add d_weight to `main`. Returns (complete d_hidden, complete d_bias)."""
-    solved = solve([replace(call, coefficient=grad_scale)], fixed_dtypes=fixed_dtypes, main=main)
+    scaled = replace(call, coefficient=grad_scale)
+    solved = solve([scaled], fixed_dtypes=fixed_dtypes, main=main, choose=choose)
     gradients = solved.gradients
     hidden, _, bias, _ = call.indices
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
@@ -547,9 +561,16 @@ def _plan_into_main(call: HeadCall, solved: Solved) -> Plan:
         call: the call, with what needs a gradient: the backward pass solves it.
         solved: the result of the forward pass, which computed no gradients.
     """
-    call = planned(call.with_shards(solved.rows.shards))
+    call = call.with_shards(solved.rows.shards)
+    if not _are_counted(solved.rows):
+        call = planned(call)
     later = plan_for(call, solved.rows, Pass.SOLVE, wide_d_weight=True)
     return replace(solved.plan, in_backward=later)
+
+
+def _are_counted(rows: Rows) -> bool:
+    """Whether the host has counted the supervised tokens, as it has if the rows are not static."""
+    return isinstance(rows.tokens, int)
 
 
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
@@ -777,7 +798,8 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
     else:
         _expect_one(upstream[0], ctx.rows.tokens, on_host=run.signature.loss.compact)
         (call,) = unpack(run.signature, tensors, run.sequences)
-        d_hidden, d_bias = solve_into_main(call, run.main, run.grad_scale, fixed_dtypes=False)
+        choose = resolve_rows if _are_counted(ctx.rows) else rows_again
+        d_hidden, d_bias = solve_into_main(call, run.main, run.grad_scale, fixed_dtypes=False, choose=choose)
     hidden, _, bias, _ = run.signature.parts[0].indices
     gradients: list[Tensor | None] = [None] * len(run.signature.needs)  # that of the weight is in `main`
     if run.signature.needs[hidden]:

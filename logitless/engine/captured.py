@@ -44,7 +44,7 @@ from logitless.engine.projection import Chunk, Projection
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
-from logitless.engine.static_rows import holds, total_memory
+from logitless.engine.static_rows import SHARE, holds, total_memory
 from logitless.kernels.matmul import accumulate
 from logitless.parallel.groups import PLAIN
 
@@ -58,9 +58,6 @@ SIGHTINGS = 3
 # The most passes that are kept. The least recently used one gives its place to a new one, if it was not used
 # in the last STALE calls.
 MAX_PASSES, STALE = 16, 256
-# A captured pass keeps the memory of its chunk between calls: at most this share of the memory of the device.
-# On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
-SHARE = 1 / 128
 # Key -> number of calls so far; None: the pass was captured, or its capture failed.
 _SEEN = Remembered()
 _PASSES: dict[Hashable, "CapturedPass"] = {}
@@ -178,6 +175,8 @@ def captured_solve(
         captured = _PASSES.get(raw.key) or _new_pass(raw, make)
         if captured is None:
             return False, None
+        if call.replayable is not None and captured.last_wrong == CapturedPass.calls:
+            return True, None  # `replayed` has run it
         if streak is not None:
             captured.expected = streak.last.rows
         return True, captured.result(raw)
@@ -249,7 +248,10 @@ def _new_pass(raw: Replayable, make: "Callable[[], CapturedPass]") -> "CapturedP
 
 
 def most_bytes(device: torch.device) -> int:
-    """The most bytes of a chunk that is captured."""
+    """The most bytes of a chunk that is captured, which keeps them between calls.
+
+    On a GPU with 80 GB, these are 1,024 rows of 151,936 fp32 logits, or 2,048 in bf16.
+    """
     return int(SHARE * total_memory(device))
 
 
@@ -293,7 +295,7 @@ class CapturedPass:
         calls: number of calls so far that may be captured.
         streak, expected: the streak whose rows are those of this pass, and these rows; None if its rows do
             not depend on earlier calls.
-        last_use: `calls` when this pass was last replayed.
+        last_use, last_wrong: `calls` when this pass was last replayed, and when its assumption was wrong.
     """
 
     calls: ClassVar[int] = 0
@@ -312,7 +314,7 @@ class CapturedPass:
         gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
         assumed = assume(call)
         chosen = assumed.rows
-        plan = plan_for(call, chosen, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
+        plan = plan_for(assumed.call, chosen, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
         if plan.d_weight_parts > 1:
             raise RuntimeError("it has several chunks")
         if plan.chunk_bytes > most_bytes(device):
@@ -322,6 +324,7 @@ class CapturedPass:
         if not all([x is None or x.dtype == call.dtype for x in raw.heads.values()]):
             raise RuntimeError("the graph would hold a copy of a head")
         self.last_use = CapturedPass.calls
+        self.last_wrong = -1
         self.streak = streak
         self.expected = None if streak is None else chosen
         self._tokens_assumed = assumed.tokens
@@ -397,6 +400,7 @@ class CapturedPass:
         self._replay()
         solved = self._copied_results(raw.heads)
         if self._unread is not None and not holds(self._unread.tolist(), self._tokens_assumed):
+            self.last_wrong = CapturedPass.calls
             return None
         return solved
 

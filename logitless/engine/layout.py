@@ -116,7 +116,7 @@ class SequenceLayout:
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
         """Return x in targets' shape, contiguous and aligned with hidden.
 
-        With `fills`, unsupervised tokens have `fill`. Without it, no pass reads those tokens.
+        With `fills`, unsupervised tokens have `fill`. Without it, no result depends on those tokens.
         """
         if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)

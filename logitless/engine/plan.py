@@ -1,8 +1,8 @@
 """The plan of a pass: its strategy, and its spans of chunks.
 
 A plan depends on shapes, budget, the scope of the loss, and the tensors that need a gradient. The rows are
-the supervised tokens (all tokens with `compact=False`), and the rows of a group are adjacent. A *span* is the
-rows on which the loss is evaluated together.
+the supervised tokens (all tokens with `compact=False` and with static rows), and the rows of a group are
+adjacent. A *span* is the rows on which the loss is evaluated together.
 
 If a pass writes the gradients after the loss is evaluated (`Write.AFTER_LOSS`), a span is one chunk for a
 loss of single tokens, as many whole groups as fit into one chunk for a loss of groups, and all rows if the
@@ -138,7 +138,8 @@ class Plan:
         reads: whether a chunk is read (its statistics are computed) when it is first projected.
         writes: when the gradients of a chunk are completed.
         evaluates: whether the loss of a span is evaluated when all its chunks are read.
-        rows: number of projected tokens: the supervised tokens, or all tokens with `compact=False`.
+        rows: number of projected tokens: the supervised tokens; all tokens with `compact=False`, and of a
+            small call on a GPU.
         row_bytes: bytes of one row of logits and its temporaries.
         budget: maximum number of bytes of a chunk: `logits_budget` minus `fixed_bytes`.
         token_chunk: rows of the largest chunk.

@@ -20,12 +20,16 @@ from logitless.engine.compiled import is_capturing, is_of_library
 from logitless.engine.operands import is_same
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows, static_rows
-from logitless.engine.spec import PER_TOKEN, LossSpec
+from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.kernels.head.targets import cleaned
 
-# The rows of a call are static if N * V * H is at most this many times the bytes of the device's memory. On a
-# GPU with 80 GB these are 1,024 tokens with H 2,048 and a vocabulary of 151,936.
-SIZE = 4
+# The rows of a call are static if its products have at most this many multiplications for each byte of the
+# device's memory: on a GPU with 80 GB the three products of 512 tokens with H 2,048 and a vocabulary of
+# 151,936.
+SIZE = 6
+# A chunk of logits of a call with static rows has at most this share of the device's memory. A captured pass
+# keeps it between calls.
+SHARE = 1 / 128
 # Identity of a loss -> the same loss with compact=False; None if it has no such option.
 _STATIC = Remembered()
 
@@ -53,7 +57,10 @@ def total_memory(device: torch.device) -> int:
 
 
 def is_static(call: HeadCall) -> bool:
-    """Whether the rows of a call of one head are static. This depends on the loss and on shapes alone."""
+    """Whether the rows of a call of one head are static.
+
+    This depends on the loss, on shapes and on the device, but not on earlier calls.
+    """
     loss = call.loss
     return (
         loss.compact
@@ -63,15 +70,28 @@ def is_static(call: HeadCall) -> bool:
         and not loss.unmasked
         and is_small(call)
         and is_of_library(loss)
+        and has_kernel(call)
         and not is_capturing(call.weight.device)
         and _with_every_row(loss) is not None
     )
 
 
 def is_small(call: HeadCall) -> bool:
-    """Whether the products of every row take about as long as the host takes for the call."""
-    size = call.targets.shape[0] * call.V * call.hidden.shape[1]
-    return 0 < size <= SIZE * total_memory(call.weight.device)
+    """Whether the products of every row take less time than the host takes for the call."""
+    N = call.targets.shape[0]
+    heads = [x for name, x in call.inputs.items() if call.loss.roles[name] is Role.HEAD and x is not None]
+    products = N * (3 * call.V * call.hidden.shape[1] + sum([x.numel() for x in heads]))
+    memory = total_memory(call.weight.device)
+    return 0 < products <= SIZE * memory and N * call.V * call.logits_dtype.itemsize <= SHARE * memory
+
+
+def has_kernel(call: HeadCall) -> bool:
+    """Whether the gradient of the logits is computed by a kernel. Otherwise PyTorch computes it, with several
+    tensors of the size of the logits, and such a pass is rarely captured."""
+    loss = call.loss
+    if not hasattr(loss, "has_kernel"):
+        return True
+    return loss.has_kernel(call.weight.device, call.logits_dtype, call.inputs)
 
 
 def _with_every_row(loss: LossSpec) -> LossSpec | None:
@@ -86,7 +106,7 @@ def _with_every_row(loss: LossSpec) -> LossSpec | None:
 def of_every_row(call: HeadCall) -> HeadCall:
     """The call of the same loss with compact=False, which has the plan of a pass over static rows."""
     static = call.with_targets(call.targets, call.inputs)
-    static.__dict__["loss"] = _with_every_row(call.loss)
+    static.__dict__.update(loss=_with_every_row(call.loss))
     return static
 
 
@@ -106,8 +126,8 @@ def with_static_rows(call: HeadCall) -> Assumed:
             inputs[name] = targets
         elif loss.roles[name] in PER_TOKEN:
             inputs[name] = _masked(x, supervised)
-    static = of_every_row(call).with_targets(targets, inputs)
-    static.__dict__["hidden"] = _masked(call.hidden, supervised)
+    static = call.with_targets(targets, inputs)
+    static.__dict__.update(loss=_with_every_row(loss), hidden=_masked(call.hidden, supervised))
     rows = static_rows(supervised, unread[0], grouping_of(static))
     return Assumed(static, rows, unread, tokens=1)
 

@@ -63,7 +63,7 @@ class LinearLoss(CheckedCall):
 
     Args:
         ignore_index: targets with this id are not supervised. With `compact=True`, their rows are not
-            projected.
+            projected, or their hidden states count as 0.
         reduction: "mean" (the sum divided by the normalizer of the loss's unit), "sum" or "none".
         softcap: c in logits = c * tanh(logit_scale * (h·w + b) / c) / temperature. None: no softcap.
         logit_scale: factor of h·w + b.
@@ -86,8 +86,9 @@ class LinearLoss(CheckedCall):
             other than log p(target).
         compact: True: remove unsupervised rows before the first product, which costs one host sync. False: no
             host sync, as CUDA graphs require; all rows are projected, and the packed sequences of a loss with
-            scope "group" form one group. On a GPU, a call of a few hundred tokens projects all rows in either
-            case, which takes less time than the host takes to remove some.
+            scope "group" form one group. On a GPU, a small call (512 tokens with a vocabulary of 151,936, H
+            2,048 and 80 GB) projects all rows in either case, which takes less time than the host takes to
+            remove some.
         tp_group: process group for vocabulary parallelism; or a one-dimensional DeviceMesh; or, if the weight
             is a DTensor, the name of a dimension of its mesh. Each rank passes its rows of the head, in the
             order of the ranks: weight (V_r, H) and bias (V_r,), and the same for the heads of a teacher and a

@@ -59,6 +59,7 @@ def captures(*, static=False):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(early_projection, "_runs_on_gpu", lambda x: x.shape[0] > 0)
+        patch.setattr(static_rows, "has_kernel", lambda call: True)
         if not static:
             patch.setattr(static_rows, "SIZE", 0)
         patch.setattr(early_projection, "_STREAKS", remembered.Remembered())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss, linear_cross_entropy
-from logitless.engine import base, captured, static_rows
+from logitless.engine import base, budget, captured, static_rows
 from logitless.engine.captured import SIGHTINGS
 from tests.engine import test_captured
 from tests.engine.test_captured import NEVER, Operands, V, captures, expect_equal
@@ -75,6 +75,7 @@ def rows(call):
 
 
 def test_which_calls_have_static_rows(monkeypatch):
+    monkeypatch.setattr(captured, "CAPTURES_ON", ())
     x = Operands()
     x.targets[:, 1:] = -100
     some, every = x.targets.shape[0], x.targets.numel()
@@ -91,10 +92,21 @@ def test_which_calls_have_static_rows(monkeypatch):
     assert rows(call(CrossEntropyLoss(logits_budget=2**20))) == some
     assert rows(call(CrossEntropyLoss(reduction="none"))) == some
     assert rows(call(Own())) == some
-    size = x.targets.numel() * x.weight.numel()
-    monkeypatch.setattr(static_rows, "SIZE", size / static_rows.total_memory(x.weight.device))
+    memory = static_rows.total_memory(x.weight.device)
+    reference = {"ref_hidden": x.ref_hidden, "ref_weight": x.ref_weight}
+    for products, made in ((3, call(CrossEntropyLoss())), (4, call(DPOLoss(), **reference))):
+        size = products * x.targets.numel() * x.weight.numel()
+        monkeypatch.setattr(static_rows, "SIZE", size / memory)
+        assert rows(made) == every
+        monkeypatch.setattr(static_rows, "SIZE", (size - 1) / memory)
+        assert rows(made) == some
+    monkeypatch.setattr(static_rows, "SIZE", 6)
+    monkeypatch.setattr(static_rows, "SHARE", x.targets.numel() * V * 4 / memory)
     assert rows(call(CrossEntropyLoss())) == every
-    monkeypatch.setattr(static_rows, "SIZE", (size - 1) / static_rows.total_memory(x.weight.device))
+    monkeypatch.setattr(static_rows, "SHARE", (x.targets.numel() * V * 4 - 1) / memory)
+    assert rows(call(CrossEntropyLoss())) == some
+    monkeypatch.setattr(static_rows, "SHARE", 1)
+    monkeypatch.setattr(static_rows, "has_kernel", lambda call: False)
     assert rows(call(CrossEntropyLoss())) == some
 
 
@@ -152,11 +164,12 @@ def test_no_supervised_token(replays):
         found = run()
         if call == SIGHTINGS + 1:
             assert not any(tensor.any() for tensor in found)
-    assert replays == [True, True, False, False, True]
+    assert replays == [True, True, False, True]
 
 
+@pytest.mark.parametrize("ignored", [0.3, 1.0])
 @pytest.mark.parametrize("name", ["top-k teacher", "cosine", "DPO"])
-def test_the_plan_of_the_pass_into_a_main_gradient(name, monkeypatch):
+def test_the_plan_of_the_pass_into_a_main_gradient(name, ignored, monkeypatch):
     ran, run_spans = [], base.run_spans
     monkeypatch.setattr(base, "run_spans", lambda plan, *more: ran.append(plan) or run_spans(plan, *more))
     plans, plan_into_main = [], base._plan_into_main
@@ -164,10 +177,14 @@ def test_the_plan_of_the_pass_into_a_main_gradient(name, monkeypatch):
         base, "_plan_into_main", lambda *given: plans.append(plan_into_main(*given)) or plans[-1]
     )
     x = every_loss.given(9)
+    if ignored == 1:
+        x.targets.fill_(-100)
     every_loss.LOSSES[name](x, None, accumulate_into=torch.zeros_like(x.weight))[0].backward()
     (plan,) = plans
+    if ignored == 1:
+        ran = ran[1:]  # the first pass was discarded
     assert [replace(plan, in_backward=None), plan.in_backward] == ran
-    assert plan.rows == plan.in_backward.rows == x.targets.numel()
+    assert plan.rows == plan.in_backward.rows == (0 if ignored == 1 else x.targets.numel())
 
 
 def test_into_a_main_gradient(replays):
@@ -191,6 +208,15 @@ def test_into_a_main_gradient(replays):
     with pytest.raises(ValueError, match="expected an upstream gradient of 1"):
         (3 * CrossEntropyLoss()(x.hidden, x.weight, targets, accumulate_into=main).loss).backward()
     assert len(replays) > 3
+
+
+def test_a_pass_is_planned_once(monkeypatch):
+    """A capture measures no loss anew, which compiles it."""
+    x = every_loss.given(9)
+    monkeypatch.setattr(budget, "_MEASURED", {})
+    for _ in range(SIGHTINGS):
+        every_loss.LOSSES["cosine"](x, None)
+    assert captured._PASSES and len(budget._MEASURED) == 1
 
 
 def test_upstream_gradients_of_ignored_tokens(replays):
