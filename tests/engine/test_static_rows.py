@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss, linear_cross_entropy
-from logitless.engine import base, budget, captured, static_rows
+from logitless.engine import base, budget, captured, early_projection, static_rows
 from logitless.engine.captured import SIGHTINGS
 from tests.engine import test_captured
 from tests.engine.test_captured import NEVER, Operands, V, captures, expect_equal
@@ -108,6 +108,30 @@ def test_which_calls_have_static_rows(monkeypatch):
     monkeypatch.setattr(static_rows, "SHARE", 1)
     monkeypatch.setattr(static_rows, "has_kernel", lambda call: False)
     assert rows(call(CrossEntropyLoss())) == some
+
+
+def test_what_is_in_an_ignored_row():
+    """Nothing that a call has there reaches a pass."""
+    x = every_loss.given(6)
+    poison(x)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        assume = static_rows.with_static_rows
+        patch.setattr(
+            early_projection, "with_static_rows", lambda call: found.append(assume(call)) or found[-1]
+        )
+        every_loss.LOSSES["GRPO"](x, None)
+        every_loss.LOSSES["JSD"](x, None)
+        every_loss.LOSSES["top-k teacher"](x, None)
+    ignored = x.targets.flatten() == -100
+    for assumed in found:
+        targets = assumed.call.targets  # with ignore_index, as the labels of a JSD are
+        inputs = [
+            tensor for tensor in assumed.call.inputs.values() if tensor is not None and tensor is not targets
+        ]
+        rows = [assumed.call.hidden, *(tensor for tensor in inputs if tensor.shape[:1] == ignored.shape)]
+        assert len(rows) > 1 and not any(tensor[ignored].any() for tensor in rows)
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("number", [0, 1, SIGHTINGS, SIGHTINGS + 1])
