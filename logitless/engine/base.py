@@ -48,6 +48,7 @@ from logitless.engine.choose import resolve_rows
 from logitless.engine.early_projection import over_rows, planned, rows_again
 from logitless.engine.gradients import Gradients, Solved, either, finish
 from logitless.engine.graph_names import graph_key
+from logitless.engine.operands import masked_rows
 from logitless.engine.plan import Pass, Plan, Write
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.readers.base import METRICS, Reader
@@ -470,29 +471,21 @@ class Statistics:
     plan: Plan
 
 
-def solve(
-    calls: Sequence[HeadCall],
-    *,
-    fixed_dtypes: bool,
-    main: Tensor | None = None,
-    choose: RowChoice = resolve_rows,
-) -> Solved:
+def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool) -> Solved:
     """Compute the loss and its gradients in one pass.
 
     Args:
         calls: the heads, in order.
         fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
-        main: (V, H) to which the complete gradient of the weight is added.
-        choose: chooses the rows of the calls with several heads or with `main`.
     """
-    if len(calls) == 1 and main is None:
+    if len(calls) == 1:
 
         def run(call: HeadCall, rows: Rows, gradients: Gradients | None = None) -> Solved:
-            return _solve([(call, rows)], gradients, fixed_dtypes=fixed_dtypes, main=None)
+            return _solve([(call, rows)], gradients, fixed_dtypes=fixed_dtypes)
 
         run_captured = partial(captured.captured_solve, solve=run, fixed_dtypes=fixed_dtypes)
         return over_rows(calls[0], run, run_captured)
-    return _solve(list(map(choose, calls)), fixed_dtypes=fixed_dtypes, main=main)
+    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes)
 
 
 def _solve(
@@ -500,8 +493,16 @@ def _solve(
     gradients: Gradients | None = None,
     *,
     fixed_dtypes: bool,
-    main: Tensor | None,
+    main: Tensor | None = None,
 ) -> Solved:
+    """Run the pass over calls and their rows.
+
+    Args:
+        chosen: the heads, each with the rows to project.
+        gradients: their sums; None: new ones.
+        fixed_dtypes: see `solve`.
+        main: (V, H) to which the complete gradient of the weight is added.
+    """
     if gradients is None:
         gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
     deferred: float | Tensor = 1.0
@@ -542,9 +543,13 @@ def solve_into_main(
     fixed_dtypes: bool,
     choose: RowChoice = rows_again,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Solve a call and add d_weight to `main`. Returns (complete d_hidden, complete d_bias)."""
-    scaled = replace(call, coefficient=grad_scale)
-    solved = solve([scaled], fixed_dtypes=fixed_dtypes, main=main, choose=choose)
+    """Solve a call over the rows that `choose` returns, and add d_weight to `main`.
+
+    Returns:
+        (complete d_hidden, complete d_bias).
+    """
+    chosen = choose(replace(call, coefficient=grad_scale))
+    solved = _solve([chosen], fixed_dtypes=fixed_dtypes, main=main)
     gradients = solved.gradients
     hidden, _, bias, _ = call.indices
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
@@ -653,7 +658,7 @@ def token_gradients(
     if not call.loss.compact and (dlogp_dhidden is not None or gradients.defers_factor):
         # With compact=False, ignored rows have upstream gradients too. The kernels of a chunk do not read
         # them. They must neither multiply a kept d logp / d hidden nor choose the power of two of fp16.
-        named_grads = {name: _masked(x, rows.supervised) for name, x in named_grads.items()}
+        named_grads = {name: masked_rows(x, rows.supervised) for name, x in named_grads.items()}
     everything = rows.at(0, rows.count)
     grads = {name: x[everything].to(call.stat_dtype) for name, x in named_grads.items()}
     row_statistics = {name: x[everything] for name, x, _ in named if name != METRICS}
@@ -684,11 +689,6 @@ def token_gradients(
         deferred=deferred,
     )
     return deferred, gradients
-
-
-def _masked(x: Tensor, supervised: Tensor) -> Tensor:
-    """`x` (N, ...), with 0 in the rows that are not supervised (N,)."""
-    return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
 # -- Forward and backward pass of each mode

@@ -296,6 +296,16 @@ def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = N
 
 
 def is_same(x: object, targets: Tensor) -> bool:
-    """Whether an input is the same memory as the targets, as labels may be."""
-    alike = isinstance(x, Tensor) and x.dtype == targets.dtype and x.shape == targets.shape
-    return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()
+    """Whether an input is a tensor in the memory of the targets, with their dtype, shape and strides.
+
+    Labels, for example, may be an input of the loss and its targets.
+    """
+    if not isinstance(x, Tensor) or x.dtype != targets.dtype or x.shape != targets.shape:
+        return False
+    return x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()
+
+
+def masked_rows(x: Tensor, supervised: Tensor) -> Tensor:
+    """Return `x` (N, ...) with 0 in the rows that are not supervised (N,)."""
+    zero = False if x.dtype == torch.bool else 0
+    return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, zero)

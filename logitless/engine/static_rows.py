@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless.engine.call import HeadCall
 from logitless.engine.choose import grouping_of
 from logitless.engine.compiled import is_capturing, is_of_library
-from logitless.engine.operands import is_same
+from logitless.engine.operands import is_same, masked_rows
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows, static_rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
@@ -59,7 +59,8 @@ def total_memory(device: torch.device) -> int:
 def is_static(call: HeadCall) -> bool:
     """Whether the rows of a call of one head are static.
 
-    This depends on the loss, on shapes and on the device, but not on earlier calls.
+    This depends on the loss, on shapes and on the device, but not on earlier calls. While the user captures a
+    CUDA graph, no rows are static: the host cannot read counts, so that a call with compact=True fails.
     """
     loss = call.loss
     return (
@@ -124,17 +125,9 @@ def with_static_rows(call: HeadCall) -> Assumed:
     for name, x in inputs.items():
         if is_same(x, call.targets):
             inputs[name] = targets
-        elif loss.roles[name] in PER_TOKEN:
-            inputs[name] = _masked(x, supervised)
+        elif x is not None and loss.roles[name] in PER_TOKEN:
+            inputs[name] = masked_rows(x, supervised)
     static = call.with_targets(targets, inputs)
-    static.__dict__.update(loss=_with_every_row(loss), hidden=_masked(call.hidden, supervised))
+    static.__dict__.update(loss=_with_every_row(loss), hidden=masked_rows(call.hidden, supervised))
     rows = static_rows(supervised, unread[0], grouping_of(static))
     return Assumed(static, rows, unread, tokens=1)
-
-
-def _masked(x: Tensor | None, supervised: Tensor) -> Tensor | None:
-    """`x` (N, ...), with 0 in the rows that are not supervised (N,)."""
-    if x is None:
-        return None
-    zero = False if x.dtype == torch.bool else 0
-    return torch.where(supervised.view(-1, *[1] * (x.dim() - 1)), x, zero)

@@ -14,6 +14,8 @@ from tests.engine.test_captured import NEVER, Operands, V, captures, expect_equa
 from tests.losses import every_loss
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
+# `captures` replaces it, as the CPU has no kernels.
+has_kernel = static_rows.has_kernel
 replays = test_captured.replays
 
 
@@ -110,6 +112,19 @@ def test_which_calls_have_static_rows(monkeypatch):
     assert rows(call(CrossEntropyLoss())) == some
 
 
+def test_losses_of_logits_without_a_kernel_have_no_static_rows(monkeypatch):
+    monkeypatch.setattr(static_rows, "has_kernel", has_kernel)
+    found = []
+    assume = static_rows.with_static_rows
+    monkeypatch.setattr(early_projection, "with_static_rows", lambda call: found.append(1) or assume(call))
+    x = every_loss.given(6)
+    every_loss.LOSSES["cosine"](x, None)
+    every_loss.LOSSES["top-k teacher"](x, None)
+    assert not found
+    every_loss.LOSSES["DPO"](x, None)
+    assert found
+
+
 def test_what_is_in_an_ignored_row():
     """Nothing that a call has there reaches a pass."""
     x = every_loss.given(6)
@@ -175,7 +190,7 @@ def test_labels_that_are_no_flags(replays):
 
 
 def test_no_supervised_token(replays):
-    """The call counts its rows: a loss of 0 and gradients of 0, whatever is in its rows."""
+    """The loss and all gradients are 0. The pass over every row is discarded."""
     x = Operands()
     targets = x.targets.clone()
 

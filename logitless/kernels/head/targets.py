@@ -172,7 +172,8 @@ def cleaned(
 
         return targets_triton.cleaned(targets, V, ignore_index, num_items)
     marks = marked(targets, V, ignore_index)
-    supervised, counts = marks[0], marks.sum(1)
+    supervised = marks[0]
+    counts = marks.sum(1)
     if num_items is not None:
         counts[1] += ~(num_items > 0)
     return torch.where(supervised, targets.clamp(0, V - 1), ignore_index), supervised, counts
