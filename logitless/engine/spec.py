@@ -96,8 +96,8 @@ class LossSpec(Protocol):
       logits.
     * `IdsReader`: `k`, the number of ids that the reader selects per row (None: the ids are an input), and
       `slots`, the number of slots per row.
-    * `SupportReader`: `support`, `cancels`, `teacher_transform`; and `has_kernel` and `kernel` with other
-      arguments, for `GatheredReader`.
+    * `SupportReader`: `support`, `cancels`, `teacher_transform`; and `has_gathered_kernel` and
+      `gathered_kernel`, for `GatheredReader`.
     * `SpeculatorReader`: the fields of `SpeculatorLoss`.
     """
 

@@ -149,11 +149,11 @@ class SupportDistillation(LinearLoss):
         metrics = zip(self.metric_names, statistics, strict=True)
         return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
 
-    def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether `kernel` can compute the loss from the logits of the ids (see `cancels`)."""
+    def has_gathered_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `gathered_kernel` can compute the loss from the logits of the ids (see `cancels`)."""
         return kernels.has_kernel(self.divergence, device, dtype)
 
-    def kernel(
+    def gathered_kernel(
         self, student: Tensor, teacher: Tensor, factors: Tensor, gradient: Tensor | None
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         """Compute `terms` from logits (n, k), with -inf in empty slots.

@@ -121,8 +121,9 @@ def test_losses_of_logits_without_a_kernel_have_no_static_rows(monkeypatch):
     every_loss.LOSSES["cosine"](x, None)
     every_loss.LOSSES["top-k teacher"](x, None)
     assert not found
-    every_loss.LOSSES["DPO"](x, None)
-    assert found
+    for number, name in enumerate(("DPO", "support", "gathered"), 1):
+        every_loss.LOSSES[name](x, None)
+        assert len(found) == number
 
 
 def test_what_is_in_an_ignored_row():

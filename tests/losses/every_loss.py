@@ -228,6 +228,17 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "JSD": on(JSDLoss, "teacher_hidden", "teacher_weight", hard_loss_weight=0.2),
     **{name: distillation(name) for name in NAMES if name != "jsd"},
     "top-k teacher": LossCase(top_k),
+    "support": on(
+        DistillationLoss, "teacher_hidden", "teacher_weight", support="union", k=2, hard_loss_weight=0.2
+    ),
+    "gathered": on(
+        DistillationLoss,
+        *("teacher_hidden", "teacher_weight"),
+        divergence="reverse_kl",
+        support="teacher",
+        topk_mode="renormalize",
+        k=3,
+    ),
     "multi-token": LossCase(multi_token),
     "Medusa": LossCase(medusa),
     "own TokenLoss": on(FocalLoss),

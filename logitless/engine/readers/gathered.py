@@ -100,7 +100,7 @@ class GatheredReader(IdsReader):
     def evaluate(self, span: Span) -> None:
         call = self.call
         logits = self.stats["logps"]
-        if not call.loss.has_kernel(logits.device, logits.dtype):
+        if not call.loss.has_gathered_kernel(logits.device, logits.dtype):
             super().evaluate(span)
             return
         rows = slice(span.start, span.stop)
@@ -114,7 +114,7 @@ class GatheredReader(IdsReader):
                 self.grads["logps"] = torch.empty_like(logits)
             gradient = self.grads["logps"][rows]
         numbers = logits[rows], self.stats["teacher_logps"][rows]
-        result = call.loss.kernel(*numbers, factors, gradient)
+        result = call.loss.gathered_kernel(*numbers, factors, gradient)
         terms, metrics = map(batch_of(call, self.rows, span).masked, result)
         self.reports.append(report(call.loss, (terms, metrics), self.factors))
 
