@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.engine.call import HeadCall
 from logitless.engine.compiled import compiled_chunk_function
-from logitless.engine.evaluation import ChunkInputs, chunk_function
+from logitless.engine.evaluation import ChunkInputs, chunk_function, inputs_of_terms
 from logitless.engine.plan import MIB, BudgetWarning, Facts, Pass, Plan, Replayed, make_plan, make_replay_plan
-from logitless.engine.reduction import Factors
+from logitless.engine.reduction import Units
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
@@ -130,30 +130,54 @@ class _Example(NamedTuple):
     width: int
     teacher_width: int
     inputs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    bias: torch.dtype | None
+    units: Units
+    upstream: torch.dtype | None
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, call: HeadCall, teacher_width: int, device: torch.device) -> Self:
+        loss = call.loss
         inputs = []
-        for name, x in call.inputs.items():
-            role = call.loss.roles[name]
-            if isinstance(x, Tensor) and role not in (Role.HEAD, Role.FEATURES):
+        for name in inputs_of_terms(loss):
+            x = call.inputs.get(name)
+            if isinstance(x, Tensor):
+                role = loss.roles[name]
                 shape = (MEASURED_ROWS, *x.shape[1:]) if role in PER_TOKEN else x.shape
-                inputs.append((name, tuple(shape), x.dtype))
-        return cls(call.width, teacher_width, tuple(inputs), call.logits_dtype, device)
+                inputs.append((name, (teacher_width,) if role is Role.HEAD else tuple(shape), x.dtype))
+        unreduced = loss.reduction == "none"
+        return cls(
+            width=call.width,
+            teacher_width=teacher_width,
+            inputs=tuple(inputs),
+            bias=None if call.bias is None else call.bias.dtype,
+            units=Units(
+                loss=None if unreduced else (None, *UNITS),
+                metrics=(None, *UNITS),
+                num_items_unit=None if call.num_items is None else loss.unit,
+            ),
+            upstream=call.stat_dtype if unreduced and call.trainable else None,
+            dtype=call.logits_dtype,
+            device=device,
+        )
 
     def arguments(self, loss: LossSpec) -> tuple[Tensor, ChunkInputs]:
         """Return zeros of these shapes, as the arguments of a `ChunkFunction`."""
         make = functools.partial(torch.zeros, device=self.device)
         # As in a chunk, inputs that the call does not pass are None.
-        inputs: dict[str, Tensor | None] = dict.fromkeys(loss.roles)
+        inputs: dict[str, Tensor | None] = dict.fromkeys(inputs_of_terms(loss))
         inputs |= {name: make(shape, dtype=dtype) for name, shape, dtype in self.inputs}
         if self.teacher_width:
             inputs["teacher_logits"] = make(MEASURED_ROWS, self.teacher_width, dtype=self.dtype)
-        units = dict.fromkeys((*UNITS, None), make((), dtype=torch.float32) + 1)
+        number = len(self.units.loss or ()) + len(self.units.metrics)
         chunk_inputs = ChunkInputs(
-            None, make(MEASURED_ROWS, dtype=torch.int64), inputs, Factors(units, units), None
+            bias=None if self.bias is None else make(self.width, dtype=self.bias),
+            targets=make(MEASURED_ROWS, dtype=torch.int64),
+            inputs=inputs,
+            factors=make(number, dtype=torch.promote_types(self.dtype, torch.float32)) + 1,
+            units=self.units,
+            upstream=None if self.upstream is None else make(MEASURED_ROWS, dtype=self.upstream),
         )
         return make(MEASURED_ROWS, self.width, dtype=self.dtype), chunk_inputs
 

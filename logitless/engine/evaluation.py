@@ -12,8 +12,8 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.hooks import identity_hooks
-from logitless.engine.reduction import Factors, Report, reduced, report
-from logitless.engine.spec import LossSpec
+from logitless.engine.reduction import Factors, Report, Units, reduced, report
+from logitless.engine.spec import LossSpec, Role
 from logitless.engine.terms import evaluate_terms, unreduced
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
@@ -97,11 +97,16 @@ class ChunkInputs(NamedTuple):
 
     bias: Tensor | None  # (V,)
     targets: Tensor  # (n,)
-    inputs: Mapping[
-        str, Tensor | None
-    ]  # cut to the chunk; includes `teacher_logits` (n, V') if the loss has a teacher
-    factors: Factors  # 0-d tensors
+    inputs: Mapping[str, Tensor | None]  # those of `inputs_of_terms`, cut to the chunk
+    factors: Tensor  # (k,), `Factors.vector`
+    units: Units  # of the factors
     upstream: Tensor | None  # (n,) gradients of the values of an unreduced loss; None: ones
+
+
+def inputs_of_terms(loss: LossSpec) -> list[str]:
+    """Names of the inputs in the batch of `terms`, in which a teacher's logits replace its hidden states."""
+    names = [name for name, role in loss.roles.items() if role not in (Role.FEATURES, Role.HEAD)]
+    return [*names, "teacher_logits", "teacher_bias"] if loss.teacher else names
 
 
 class Evaluation(NamedTuple):
@@ -133,9 +138,10 @@ def chunk_function(
         V = vocabulary.total(products.shape[1])
         batch = Batch(chunk.targets, V, inputs, ignore_index=ignore_index, vocabulary=vocabulary)
         result = evaluate_terms(loss, z, batch)
-        table = report(loss, result, chunk.factors).table
-        if chunk.factors.loss is not None:
-            return reduced(result[0], chunk.factors), (table,)
+        factors = chunk.units.of(chunk.factors)
+        table = report(loss, result, factors).table
+        if factors.loss is not None:
+            return reduced(result[0], factors), (table,)
         values = unreduced(result[0])
         total = (values if chunk.upstream is None else values * chunk.upstream).sum()
         return total, (table, values.detach())

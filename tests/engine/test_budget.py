@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from logitless import BudgetWarning, CrossEntropyLoss, LogitsLoss, SimPOLoss, Term
+from logitless import BudgetWarning, CrossEntropyLoss, JSDLoss, LogitsLoss, SimPOLoss, Term
+from logitless.engine import budget, compiled
 from logitless.engine.budget import _WARNED, default_budget, measured_row_bytes
 from logitless.engine.plan import MIB
 from tests.engine.calls import call
@@ -61,6 +63,56 @@ def row_bytes(loss, vocab: int = V, dtype=torch.float32, trainable: bool = True,
     targets = torch.randint(0, vocab, (5,), device=DEVICE)
     hidden = numbers(5, H, dtype=dtype).requires_grad_(trainable)
     return measured_row_bytes(call(loss, hidden, numbers(vocab, H, dtype=dtype), targets, **inputs))
+
+
+TEACHER = {"teacher_hidden": (5, H), "teacher_weight": (V, H)}
+
+
+@pytest.mark.parametrize("by_running", [True, False])
+@pytest.mark.parametrize(
+    ("loss", "inputs"),
+    [
+        (Squares(), {"bias": (V,)}),
+        (Squares(compact=False), {"num_items": ()}),
+        (Squares(reduction="none"), {}),
+        (Tabled(compact=False), {"table": (V, 2), "weights": (5,)}),
+        (JSDLoss(hard_loss_weight=0.2), TEACHER | {"teacher_bias": (V,)}),
+        (JSDLoss(divergence="reverse_kl", reduction="sum"), TEACHER),
+    ],
+)
+def test_one_graph_measures_and_evaluates(loss, inputs, by_running, monkeypatch):
+    """Batches of other dimensions and lengths, measured as on a GPU or as on a CPU."""
+    counter = CompileCounter()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compile_(f, dynamic=dynamic, backend=counter))
+    measured = []
+
+    def measure(loss, example, differentiate, vocabulary):
+        if by_running:
+            evaluate = compiled.compiled_chunk_function(loss, differentiate)
+            evaluate(*example._replace(device=DEVICE).arguments(loss))
+        return measured.append(loss) or 1000
+
+    monkeypatch.setattr(budget, "_measure", measure)
+    monkeypatch.setattr(budget, "_MEASURED", {})
+    # The CPU's reader.
+    monkeypatch.setattr(type(loss), "has_kernel", lambda *given: False)
+    compiled._compiled.cache_clear()
+    numbers_of = {name: torch.rand(shape, device=DEVICE) for name, shape in inputs.items()}
+    if "bias" in numbers_of:
+        numbers_of["bias"].requires_grad_()
+    weight = numbers(V, H).requires_grad_()
+    for shape in ((3, 4, 5), (2, 5), (5,)):
+        more = {
+            name: x if inputs[name][:1] != (5,) else x.expand(*shape, *x.shape[1:])
+            for name, x in numbers_of.items()
+        }
+        hidden = numbers(*shape, H).requires_grad_()
+        out = loss(hidden, weight, torch.randint(V, shape, device=DEVICE), **more).loss
+        out.sum().backward()
+    compiled._compiled.cache_clear()
+    passes = 2 if loss.reduction == "none" else 1
+    assert measured == [loss] and counter.frame_count == passes
 
 
 def test_a_row_takes_what_its_temporaries_take():

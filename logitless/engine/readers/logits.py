@@ -13,14 +13,14 @@ from logitless.engine.batch import Batch
 from logitless.engine.budget import measured_row_bytes
 from logitless.engine.call import HeadCall
 from logitless.engine.compiled import compiled_chunk_function
-from logitless.engine.evaluation import ChunkInputs
+from logitless.engine.evaluation import ChunkInputs, inputs_of_terms
 from logitless.engine.hooks import no_hooks
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Chunk, Projection
 from logitless.engine.readers.base import METRICS, Costs, Reader, batch_of, logits_bytes
 from logitless.engine.reduction import Factors, Report, metric_factors, report, settled
 from logitless.engine.rows import Rows
-from logitless.engine.spec import LossSpec, Role
+from logitless.engine.spec import LossSpec
 from logitless.engine.terms import unreduced
 from logitless.kernels.matmul import project
 
@@ -40,7 +40,7 @@ class LogitsReader(Reader):
 
     def resume(self, known: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
         self.factors = _unreduced_factors(self.call, self.rows)
-        self.upstream = upstream["values"]
+        self.upstream = upstream["values"].contiguous()
 
     def start(self, plan: Plan) -> None:
         if self.purpose is Pass.STATISTICS:
@@ -102,9 +102,15 @@ class LogitsReader(Reader):
         if call.loss.has_kernel(logits.device, logits.dtype, call.inputs):
             self._by_kernel(span, logits, batch, upstream, written)
         else:
-            inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
-            factors = self.factors.units.of(self.factors.vector(logits))
-            chunk_inputs = ChunkInputs(call.bias, batch.given_targets, inputs, factors, upstream)
+            inputs = {name: detached(getattr(batch, name)) for name in inputs_of_terms(call.loss)}
+            chunk_inputs = ChunkInputs(
+                bias=detached(call.bias),
+                targets=batch.given_targets.detach(),
+                inputs=inputs,
+                factors=self.factors.vector(logits),
+                units=self.factors.units,
+                upstream=upstream,
+            )
             evaluate = compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
                 self._gradient, table, values = evaluate(logits, chunk_inputs)
@@ -152,7 +158,7 @@ def _unreduced_factors(call: HeadCall, rows: Rows) -> Factors:
     return metric_factors(rows.tokens, rows.chosen_tokens, call.sequence_count, call.stat_dtype)
 
 
-def _inputs_of_terms(loss: LossSpec) -> list[str]:
-    """Names of the inputs in the batch of `terms`, in which a teacher's logits replace its hidden states."""
-    names = [name for name, role in loss.roles.items() if role not in (Role.FEATURES, Role.HEAD)]
-    return [*names, "teacher_logits", "teacher_bias"] if loss.teacher else names
+def detached(x: Tensor | None) -> Tensor | None:
+    """`x`, not as a view: for a view, Dynamo also compares the dimensions of its base with those that it
+    compiled."""
+    return None if x is None else x.detach()
