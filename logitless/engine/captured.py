@@ -410,9 +410,10 @@ class CapturedPass:
         call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
         rows = self._rows
         if self.streak is None:
-            # The backward pass reads these tensors of the rows, and a later replay overwrites all of them.
-            count = rows.supervised_count.clone()
-            rows = rows._replace(tokens=count, supervised=rows.supervised.clone(), supervised_count=count)
+            # What the backward pass reads of the rows: of a pass into a main gradient, which has computed no
+            # gradient yet, their number. A later replay overwrites all tensors of the graph.
+            read = ("supervised", "supervised_count") if call.trainable else ("tokens",)
+            rows = rows._replace(**{name: _new(getattr(rows, name)) for name in read})
         gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)

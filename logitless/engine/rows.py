@@ -170,12 +170,15 @@ def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
 
 
 def static_rows(supervised: Tensor, tokens: Tensor, grouping: Grouping) -> Rows:
-    """All rows of padded sequences, of which `supervised` (N,) are supervised, `tokens` () in number."""
+    """All rows of padded sequences, of which `supervised` (N,) are supervised, `tokens` () in number.
+
+    A pass over them is discarded if `tokens` is 0.
+    """
     layout = None
     if grouping.sequences or grouping.grouped:
         layout = _padded(supervised, grouping, None, compact=False)
     rows = _every_row(supervised.shape[0], tokens, grouping, layout)
-    return rows._replace(supervised=supervised, supervised_count=tokens)
+    return rows._replace(supervised=supervised)
 
 
 class _Counts(NamedTuple):
