@@ -186,6 +186,8 @@ def memory(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> 
 
 def warm_up(case: Case, device: torch.device) -> None:
     """Run a call as often as it takes until its kernels are captured as a CUDA graph, or for a while."""
+    if device.type != "cuda":
+        return
     start = time.perf_counter()
     for _ in range(WARM_CALLS):
         try:

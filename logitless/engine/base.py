@@ -828,16 +828,15 @@ def _finished(
 
     See `gradients.finish` for `supervised`.
     """
-    wanted = [_matrix(x) if need else None for x, need in zip(sums, ctx.needs, strict=True)]
+    wanted = [
+        x if need and x.dim() == 2 else x.reshape(-1, x.shape[-1]) if need else None
+        for x, need in zip(sums, ctx.needs, strict=True)
+    ]
     grads = finish(wanted, factor, [dtype for dtype, _ in ctx.kinds], supervised, owned=owned)
     return [
         x if x is None or x.dim() == len(shape) else x.view(shape)
         for x, (_, shape) in zip(grads, ctx.kinds, strict=True)
     ]
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _expect_one(upstream: Tensor, tokens: int | Tensor, *, on_host: bool) -> None:

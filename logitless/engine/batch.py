@@ -262,7 +262,12 @@ class Batch:
         Determined by the term's unit, because the shape is ambiguous if the slice has as many tokens as
         sequences.
         """
-        return term.unit != "tokens" and term.values.shape == (self.unit_lengths.get(term.unit),)
+        if self.segments is None:
+            return False
+        # No question whether the sequences are pairs: a graph serves every number of them.
+        sequences = self.segments.lengths.shape[0]
+        length = {"sequences": sequences, "pairs": sequences // 2}.get(term.unit)
+        return term.values.shape == (length,)
 
     def masked(self, terms: Mapping) -> dict:
         """Return `terms` with the per-token values of unsupervised rows set to 0."""

@@ -20,7 +20,7 @@ from tests.ranks import in_processes
 from tests.support import DEVICE
 
 H, V = 4, 11
-MANY = 1000
+MANY = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def kept() -> int:
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_losses(kind, monkeypatch):
+def test_many_losses(kind, monkeypatch):
     monkeypatch.setattr(remembered, "MOST", 100)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     registries = (terms._CHECKED, budget._WARNED, budget._MEASURED, early_projection._STREAKS, choose._SIZES)

@@ -186,6 +186,8 @@ FORMULAS = (
     ),
     *(("distillation", {"divergence": "jsd", "beta": beta}) for beta in (0.0, 0.1, 0.5, 1.0)),
 )
+# The graphs that mask ignored rows: those of static rows as well.
+MASKED = tuple((name, options | {"compact": False}) for name, options in {x[0]: x for x in FORMULAS}.values())
 FORMULA_INPUTS = {
     "cross-entropy": {"class_weights": True, "token_weights": True},
     "DPO": {"reference": "tokens"},
@@ -235,7 +237,9 @@ def graphs(monkeypatch) -> dict:
     return compiled._GRAPHS
 
 
-@pytest.mark.parametrize(("name", "options"), FORMULAS, ids=lambda x: x if isinstance(x, str) else str(x))
+@pytest.mark.parametrize(
+    ("name", "options"), FORMULAS + MASKED, ids=lambda x: x if isinstance(x, str) else str(x)
+)
 def test_every_formula_in_a_graph(graphs, everything, name, options):
     """It has the results of the uncompiled evaluation. One graph serves every number of rows and sequences,
     except that a single group has its own, which without --all each loss makes of its first formula."""
