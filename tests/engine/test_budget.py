@@ -75,6 +75,7 @@ TEACHER = {"teacher_hidden": (5, H), "teacher_weight": (V, H)}
         (Squares(), {"bias": (V,)}),
         (Squares(compact=False), {"num_items": ()}),
         (Squares(reduction="none"), {}),
+        (Squares(logits_budget=20_000), {}),
         (Tabled(compact=False), {"table": (V, 2), "weights": (5,)}),
         (JSDLoss(hard_loss_weight=0.2), TEACHER | {"teacher_bias": (V,)}),
         (JSDLoss(divergence="reverse_kl", reduction="sum"), TEACHER),
@@ -108,7 +109,10 @@ def test_one_graph_measures_and_evaluates(loss, inputs, by_running, monkeypatch)
             for name, x in numbers_of.items()
         }
         hidden = numbers(*shape, H).requires_grad_()
-        out = loss(hidden, weight, torch.randint(V, shape, device=DEVICE), **more).loss
+        targets = torch.randint(V, shape, device=DEVICE)
+        out = loss(hidden, weight, targets, **more).loss
+        (out * torch.rand_like(out)).sum().backward()
+        out = loss(hidden, weight, targets, **more).loss
         out.sum().backward()
     compiled._compiled.cache_clear()
     passes = 2 if loss.reduction == "none" else 1

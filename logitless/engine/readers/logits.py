@@ -109,11 +109,11 @@ class LogitsReader(Reader):
                 inputs=inputs,
                 factors=self.factors.vector(logits),
                 units=self.factors.units,
-                upstream=upstream,
+                upstream=detached(upstream),
             )
             evaluate = compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
-                self._gradient, table, values = evaluate(logits, chunk_inputs)
+                self._gradient, table, values = evaluate(logits.detach(), chunk_inputs)
             self._keep(span, Report(table), values)
 
     def _teacher_logits(self, span: Span, logits: Tensor) -> Tensor:
