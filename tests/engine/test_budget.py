@@ -83,6 +83,7 @@ TEACHER = {"teacher_hidden": (5, H), "teacher_weight": (V, H)}
 )
 def test_one_graph_measures_and_evaluates(loss, inputs, by_running, monkeypatch):
     """Batches of other dimensions and lengths, measured as on a GPU or as on a CPU."""
+    torch.compiler.reset()
     counter = CompileCounter()
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compile_(f, dynamic=dynamic, backend=counter))
