@@ -205,7 +205,8 @@ def test_equal_results(run, dtype, replays, monkeypatch):
 
 
 # Not captured: statistics of tokens, several heads, a user's class, integer inputs.
-NEVER = ("logprobs", "multi-token", "Medusa", "own TokenLoss", "own LogitsLoss", "top-k teacher")
+WITH_IDS = ("top-k teacher", "support, top-k teacher")
+NEVER = ("logprobs", "multi-token", "Medusa", "own TokenLoss", "own LogitsLoss", *WITH_IDS)
 
 
 @pytest.mark.parametrize("name", every_loss.LOSSES)
@@ -230,7 +231,7 @@ def test_every_loss(name, replays, monkeypatch):
 
 
 # With compact=False, integer inputs are no obstacle.
-NEVER_ALL_ROWS = tuple(name for name in NEVER if name != "top-k teacher")
+NEVER_ALL_ROWS = tuple(name for name in NEVER if name not in WITH_IDS)
 
 
 @pytest.mark.parametrize("name", every_loss.LOSSES)

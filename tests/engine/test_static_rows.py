@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DPOLoss, linear_cross_entropy
+from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, linear_cross_entropy
 from logitless.engine import base, budget, captured, early_projection, static_rows
 from logitless.engine.captured import SIGHTINGS
 from tests.engine import test_captured
-from tests.engine.test_captured import NEVER, Operands, V, captures, expect_equal
+from tests.engine.test_captured import NEVER, WITH_IDS, Operands, V, captures, expect_equal
 from tests.losses import every_loss
+from tests.support import DEVICE
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 # `captures` replaces it, as the CPU has no kernels.
@@ -44,7 +45,7 @@ def poison(x):
 
 
 # Integer inputs are no obstacle.
-LOSSES = [name for name in every_loss.LOSSES if name not in NEVER or name == "top-k teacher"]
+LOSSES = [name for name in every_loss.LOSSES if name not in NEVER or name in WITH_IDS]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -121,9 +122,30 @@ def test_losses_of_logits_without_a_kernel_have_no_static_rows(monkeypatch):
     every_loss.LOSSES["cosine"](x, None)
     every_loss.LOSSES["top-k teacher"](x, None)
     assert not found
-    for number, name in enumerate(("DPO", "support", "gathered"), 1):
+    for number, name in enumerate(("DPO", "support", "support, top-k teacher"), 1):
         every_loss.LOSSES[name](x, None)
         assert len(found) == number
+
+
+def test_gathered_logits(replays):
+    """A call that computes a few logits from rows of the head has static rows, but no captured pass."""
+    wide = torch.randn(400, every_loss.H, device=DEVICE, requires_grad=True)
+    x = every_loss.given(6)
+    poison(x)
+    loss = DistillationLoss(divergence="reverse_kl", support="teacher", topk_mode="renormalize")
+    best = x.topk_logprobs[..., :2], x.topk_ids[..., :2]
+
+    def run():
+        out = loss(x.hidden, wide, x.targets, teacher_logprobs_topk=best)
+        assert "gathered: 2 columns" in out.plan.describe()
+        return [out.loss, *torch.autograd.grad(out.loss, (x.hidden, wide))], out.plan.rows
+
+    for _ in range(SIGHTINGS + 2):
+        actual, rows = run()
+    with uncaptured(static=False):
+        expected, supervised = run()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert supervised < rows == x.targets.numel() and actual[1].abs().sum() > 0 and not replays
 
 
 def test_what_is_in_an_ignored_row():

@@ -181,9 +181,14 @@ def logprobs(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
     return (actual.logps.exp() - 0.1 * actual.entropy + 0.01 * actual.lse.square()).sum(), actual.logps
 
 
-def top_k(x: Given, heads: MedusaHeads, **options) -> Prepared:
-    more = {"bias": x.bias, "teacher_logprobs_topk": (x.topk_logprobs, x.topk_ids), **of_call(options)}
-    return JSDLoss(hard_loss_weight=0.2, **options), (x.hidden, x.weight, x.targets), more
+def top_k(kind: type, **settings) -> LossCase:
+    """Distillation from the log-probabilities of k ids per token."""
+
+    def prepare(x: Given, heads: MedusaHeads, **options) -> Prepared:
+        more = {"bias": x.bias, "teacher_logprobs_topk": (x.topk_logprobs, x.topk_ids), **of_call(options)}
+        return kind(**settings, **options), (x.hidden, x.weight, x.targets), more
+
+    return LossCase(prepare)
 
 
 def multi_token(x: Given, heads: MedusaHeads, **options) -> Prepared:
@@ -227,17 +232,12 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "REINFORCE": on(REINFORCELoss, "advantages"),
     "JSD": on(JSDLoss, "teacher_hidden", "teacher_weight", hard_loss_weight=0.2),
     **{name: distillation(name) for name in NAMES if name != "jsd"},
-    "top-k teacher": LossCase(top_k),
+    "top-k teacher": top_k(JSDLoss, hard_loss_weight=0.2),
     "support": on(
         DistillationLoss, "teacher_hidden", "teacher_weight", support="union", k=2, hard_loss_weight=0.2
     ),
-    "gathered": on(
-        DistillationLoss,
-        *("teacher_hidden", "teacher_weight"),
-        divergence="reverse_kl",
-        support="teacher",
-        topk_mode="renormalize",
-        k=3,
+    "support, top-k teacher": top_k(
+        DistillationLoss, divergence="reverse_kl", support="teacher", topk_mode="renormalize"
     ),
     "multi-token": LossCase(multi_token),
     "Medusa": LossCase(medusa),

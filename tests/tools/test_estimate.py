@@ -45,7 +45,7 @@ def prepared(name: str, **options):
     """A loss, its call's arguments, and the sizes that describe them."""
     x = every_loss.given(T)
     sizes = SIZES | {"sequences": B, "targets": x.targets}
-    if name == "gathered ids":
+    if name == "gathered":
         loss = DistillationLoss(support="teacher", topk_mode="renormalize")
         weight = torch.randn(400, H, device=DEVICE, requires_grad=True)
         best = torch.full_like(x.topk_logprobs[..., :1], -1.0), x.topk_ids[..., :1]
@@ -108,7 +108,7 @@ COUNTED = {
     "predictions": ("cross-entropy", {"return_predictions": True, "logits_budget": 5_000}, {}),
     "teacher": ("JSD", {}, {}),
     "unreduced, teacher": ("JSD", {"reduction": "none"}, {}),
-    "gathered columns": ("gathered ids", {}, {}),
+    "gathered columns": ("gathered", {}, {}),
 }
 
 
