@@ -111,9 +111,7 @@ class Batch:
 
         The slice must have several rows and, for a loss of sequences, at least two pairs of sequences.
         """
-        return self.given_targets.shape[0] > 1 and (
-            self.segments is None or self.segments.lengths.shape[0] > 3
-        )
+        return self.given_targets.shape[0] > 1 and (self.segments is None or self.segments.count > 3)
 
     @cached_property
     def ignored(self) -> Tensor | None:
@@ -177,8 +175,8 @@ class Batch:
 
     @cached_property
     def is_chosen(self) -> Tensor:
-        count = self.own_segments.lengths.shape[0]
-        return self.spread(torch.arange(count, device=self.own_segments.lengths.device) < count // 2)
+        count = self.own_segments.count
+        return self.spread(torch.arange(count, device=self.own_segments.device) < count // 2)
 
     def _own_sums(self, x: Tensor) -> Tensor:
         return self.own_segments.sum(x if self.ignored is None else x.masked_fill(self.ignored, 0.0))
@@ -193,7 +191,7 @@ class Batch:
     def _own_positions(self) -> Tensor:
         segments = self.own_segments
         if self.ignored is None:
-            return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
+            return torch.arange(segments.rows, device=segments.device) - segments.starts[segments.ids]
         before = torch.cat((self.given_targets.new_zeros(1), (~self.ignored).cumsum(0)))
         return before[:-1] - before[segments.starts][segments.ids]
 
@@ -250,7 +248,7 @@ class Batch:
         """The number of values that a term of each unit has."""
         lengths = {"tokens": self.given_targets.shape[0]}
         if self.segments is not None:
-            sequences = self.segments.lengths.shape[0]
+            sequences = self.segments.count
             lengths["sequences"] = sequences
             if sequences % 2 == 0:
                 lengths["pairs"] = sequences // 2
@@ -265,7 +263,7 @@ class Batch:
         if self.segments is None:
             return False
         # No question whether the sequences are pairs: a graph serves every number of them.
-        sequences = self.segments.lengths.shape[0]
+        sequences = self.segments.count
         length = {"sequences": sequences, "pairs": sequences // 2}.get(term.unit)
         return term.values.shape == (length,)
 

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from logitless.engine import evaluation
 from logitless.engine.batch import Batch
 from logitless.engine.evaluation import ChunkFunction, chunk_function
 from logitless.engine.hooks import no_hooks
-from logitless.engine.reduction import Factors, Report, Units, reduced, report
+from logitless.engine.reduction import Factors, Report, Units, fused_report, reduced
 from logitless.engine.remembered import Remembered
 from logitless.engine.segments import Segments
 from logitless.engine.spec import LossSpec, Role
@@ -64,8 +64,8 @@ MOST_IDENTITIES = 16
 _GRAPHS = Remembered()
 _LOCK = threading.Lock()
 # Sizes for which a graph is traced. They stand for all sizes from 2 to `MOST_ROWS`, which is the most that
-# torch.nanquantile takes.
-TRACED_ROWS, TRACED_GROUPS, MOST_ROWS = 352, 6, 2**24
+# torch.nanquantile takes; for equal sequences, for all lengths and numbers of groups up to `MOST_EQUAL`.
+TRACED_ROWS, TRACED_LENGTH, TRACED_GROUPS, MOST_ROWS, MOST_EQUAL = 352, 32, 6, 2**24, 2**11
 # The error of a graph may be this many times that of the uncompiled evaluation, plus this many times the
 # rounding of the largest value.
 TIMES, ROUNDING = 2.0, 4.0
@@ -137,7 +137,7 @@ def _is_eligible(loss: LossSpec, batch: Batch) -> bool:
         and loss.tp_group is None
         and loss.cp_group is None
         and 1 < targets.shape[0] <= MOST_ROWS
-        and (batch.segments is None or batch.segments.lengths.shape[0] > 0)
+        and (batch.segments is None or batch.segments.count > 0)
         and not is_observed()
         and not is_switched_off()
         and _is_one_of_few(loss)
@@ -217,7 +217,7 @@ def _key(
         loss.identity,
         differentiate,
         batch.V,
-        *_grouping(loss, batch),
+        _grouping(loss, batch),
         factors.units,
         batch.given_targets.device,
         _autocast_dtype(batch.given_targets.device.type),
@@ -238,15 +238,21 @@ def _given(loss: LossSpec, batch: Batch) -> list[str]:
     ]
 
 
-def _grouping(loss: LossSpec, batch: Batch) -> tuple[bool, bool]:
-    """Whether several groups of the loss are evaluated as one, and whether there is just one group, whose
-    number is a constant of the graph.
-    """
+class _Grouping(NamedTuple):
+    """What a graph assumes of the sequences."""
+
+    together: bool = False  # several groups of the loss are evaluated as one
+    is_one: bool = False  # there is just one group, whose number is a constant of the graph
+    are_equal: bool = False  # all sequences have the same number of rows
+
+
+def _grouping(loss: LossSpec, batch: Batch) -> _Grouping:
     segments = batch.segments
     if segments is None:
-        return False, False
+        return _Grouping()
     size = loss.sequences_per_group
-    return segments.roles != size, segments.lengths.shape[0] == size
+    are_equal = not isinstance(segments.sizes, Tensor) and max(segments.sizes, segments.count) <= MOST_EQUAL
+    return _Grouping(segments.roles != size, segments.count == size, are_equal)
 
 
 # Roles of inputs whose shape depends neither on the rows nor on the sequences of a slice.
@@ -331,6 +337,7 @@ class Graph:
     ):
         self._inputs = tuple(_given(loss, batch))
         self._variables = tuple(loss.differentiates) if differentiate else ()
+        self._grouping = _grouping(loss, batch)
         self._run = compile_graph(*self._traced(loss, statistics, batch, factors))
 
     def __call__(self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors) -> Sequence[Tensor]:
@@ -340,12 +347,19 @@ class Graph:
     def _tensors(self, statistics: Mapping[str, Tensor], batch: Batch, factors: Factors) -> list[Tensor]:
         """The arguments of the graph, which reads all of them as contiguous."""
         inputs = [getattr(batch, name) for name in self._inputs]
+        targets = batch.given_targets
+        lengths = None
+        if self._grouping.are_equal:  # the shape of the targets tells the graph the length
+            segments = batch.segments
+            targets = targets.view(segments.groups, segments.roles, segments.sizes)
+        else:
+            lengths = _lengths(batch)
         xs = [
             *statistics.values(),
-            batch.given_targets,
+            targets,
             *inputs,
-            _lengths(batch),
-            factors.vector(_first(statistics)),
+            lengths,
+            *factors.tensors(self._factors, _first(statistics)),
         ]
         return [x.contiguous() for x in xs if x is not None]
 
@@ -362,54 +376,73 @@ class Graph:
         environment = ShapeEnv(duck_shape=False)
         mode = FakeTensorMode(shape_env=environment)
 
-        def symbol(name: str, size: int) -> torch.SymInt:
+        def symbol(name: str, size: int, most: int) -> torch.SymInt:
             made = environment.create_symbol(
                 size, ConstantSource(name), DimDynamic.DYNAMIC, constraint_dim=None
             )
             number = environment.create_symintnode(made, hint=size)
-            constrain_range(number, min=2, max=MOST_ROWS)
+            constrain_range(number, min=2, max=most)
             return number
 
-        rows = symbol("rows", TRACED_ROWS)
-        together, is_one = _grouping(loss, batch)
-        groups = 1 if is_one else symbol("groups", TRACED_GROUPS)
+        together, is_one, are_equal = self._grouping
+        most = MOST_EQUAL if are_equal else MOST_ROWS
+        groups = 1 if is_one else symbol("groups", TRACED_GROUPS, most)
         size = loss.sequences_per_group
         sequences = size * groups
+        length = symbol("length", TRACED_LENGTH, most) if are_equal else None
+        rows = sequences * length if are_equal else symbol("rows", TRACED_ROWS, most)
 
         def fake(x: Tensor, *leading: torch.SymInt) -> Tensor:
             with mode:
                 return torch.empty((*leading, *x.shape[len(leading) :]), dtype=x.dtype, device=x.device)
 
         axes = {Role.VOCABULARY: (), Role.WHOLE: (), Role.SEQUENCE: (sequences,)}
-        fakes = [fake(x, rows) for x in (*statistics.values(), batch.given_targets)]
+        shape = (1, sequences) if together else (groups, size)
+        fakes = [fake(x, rows) for x in statistics.values()]
+        fakes.append(fake(batch.given_targets, *((*shape, length) if are_equal else (rows,))))
         for name in self._inputs:
             leading = axes.get(loss.roles.get(name), (rows,))
             fakes.append(fake(getattr(batch, name), *leading))
-        if batch.segments is not None:
-            shape = (1, sequences) if together else (groups, size)
+        device = batch.given_targets.device
+        has_lengths = batch.segments is not None and not are_equal
+        if has_lengths:
             fakes.append(fake(batch.segments.lengths, *shape))
-        fakes.append(fake(factors.vector(_first(statistics))))
+        units = factors.units
+        fakes += [fake(x) for x in factors.tensors(units.named, _first(statistics))]
         evaluate_slice = slice_function(loss, self._variables)
         names = tuple(statistics)
         absent = batch.absent
-        units = factors.units
         V = batch.V
-        has_lengths = batch.segments is not None
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             tensors = list(tensors)
             named = {name: tensors.pop(0) for name in names}
             targets = tensors.pop(0)
             inputs = dict.fromkeys(absent) | {name: tensors.pop(0) for name in self._inputs}
-            lengths = tensors.pop(0) if has_lengths else None
-            return evaluate_slice(named, targets, inputs, lengths, tensors.pop(0), units, V)
+            segments = None
+            if are_equal:
+                *shape, length = targets.shape
+                targets = targets.reshape(-1)
+                segments = Segments(length, targets.shape[0], *shape, device)
+            elif has_lengths:
+                lengths = tensors.pop(0)
+                segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape, device)
+            return evaluate_slice(named, targets, inputs, segments, tensors, units, V)
 
         graph = make_fx(function, tracing_mode="fake")(*fakes)
         if environment.guards:
             raise ValueError(f"its terms depend on a size: {environment.guards[0].expr}")
         graph.graph.eliminate_dead_code()
+        # The terms use the factors of a few units. The others are no arguments of the graph.
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        given = list(zip(placeholders, fakes, strict=True))
+        numbers = given[-len(units.named) :]
+        self._factors = [name for name, (node, _) in zip(units.named, numbers, strict=True) if node.users]
+        unused = [node for node, _ in numbers if not node.users]
+        for node in unused:
+            graph.graph.erase_node(node)
         graph.recompile()
-        return graph, fakes
+        return graph, [x for node, x in given if node not in unused]
 
 
 def slice_function(loss: LossSpec, variables: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
@@ -419,14 +452,11 @@ def slice_function(loss: LossSpec, variables: tuple[str, ...]) -> Callable[..., 
         statistics: Mapping[str, Tensor],
         targets: Tensor,
         inputs: Mapping[str, Tensor | None],
-        lengths: Tensor | None,  # (groups, sequences of a group)
-        factors: Tensor,
+        segments: Segments | None,
+        factors: Tensor | Sequence[Tensor],
         units: Units,
         V: int,
     ) -> tuple[Tensor, ...]:
-        segments = None
-        if lengths is not None:
-            segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape)
         ignore_index = None if loss.compact else loss.ignore_index
         batch = Batch(targets, V, inputs, segments, ignore_index=ignore_index)
         named = units.of(factors)
@@ -437,7 +467,7 @@ def slice_function(loss: LossSpec, variables: tuple[str, ...]) -> Callable[..., 
                 terms = evaluate_terms(loss, known, batch)
             else:  # in a trace without guards, which must not compare sizes
                 terms = tuple([batch.masked(each) for each in loss.terms(declared(loss, known), batch)])
-            return reduced(terms[0], named), (report(loss, terms, named).table,)
+            return reduced(terms[0], named), (fused_report(loss, terms, named).table,)
 
         if not variables:
             return total({})[1]
@@ -463,10 +493,20 @@ def _compiled_slice(loss: LossSpec, variables: tuple[str, ...]) -> Callable:
     """`slice_function` under torch.compile; it returns None if compiling the loss failed."""
     evaluate_slice = slice_function(loss, variables)
 
-    def compiled_alone(*tensors: object) -> tuple[Tensor, ...] | None:
+    def compiled_alone(
+        statistics: Mapping[str, Tensor],
+        targets: Tensor,
+        inputs: Mapping[str, Tensor | None],
+        lengths: Tensor | None,  # (groups, sequences of a group)
+        *others: object,
+    ) -> tuple[Tensor, ...] | None:
+        segments = None
+        if lengths is not None:
+            segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape, lengths.device)
         # Where Dynamo runs a function uncompiled, such as while a CUDA graph is captured. The terms would run
         # under torch.func, which does not take every autograd Function.
-        return evaluate_slice(*tensors) if torch.compiler.is_compiling() else None
+        compiling = torch.compiler.is_compiling()
+        return evaluate_slice(statistics, targets, inputs, segments, *others) if compiling else None
 
     # Dynamo limits the number of graphs per code object, so each loss gets a copy of the code object.
     compiled_alone.__code__ = compiled_alone.__code__.replace()

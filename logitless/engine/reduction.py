@@ -7,7 +7,7 @@ because small kernels would delay the first product.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,21 @@ class Factors(NamedTuple):
     loss: Mapping[str | None, Number] | None  # None with reduction="none"
     metrics: Mapping[str | None, Number]
     num_items_unit: str | None = None  # the unit that `num_items` counts; None: the call has no `num_items`
+
+    def tensors(self, named: Sequence[tuple[str, str | None]], like: Tensor) -> list[Tensor]:
+        """The factors of `named`, pairs of ("loss" or "metrics", unit), as 0-d tensors on the device of
+        `like`."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        made: dict[float, Tensor] = {}
+        tensors = []
+        for kind, unit in named:
+            x = getattr(self, kind)[unit]
+            if not isinstance(x, Tensor):
+                if x not in made:
+                    made[x] = torch.full((), x, dtype=dtype, device=like.device)
+                x = made[x]
+            tensors.append(x.to(like.device, dtype))
+        return tensors
 
     def vector(self, like: Tensor) -> Tensor:
         """(k,) all factors, for a compiled function: it would recompile for every Python number."""
@@ -59,25 +74,32 @@ class Units(NamedTuple):
     metrics: tuple[str | None, ...]
     num_items_unit: str | None
 
-    def of(self, vector: Tensor) -> Factors:
-        """The factors as 0-d tensors, entries of `Factors.vector`."""
+    @property
+    def named(self) -> list[tuple[str, str | None]]:
+        """All units in order, each after "loss" or "metrics"."""
+        return [("loss", unit) for unit in self.loss or ()] + [("metrics", unit) for unit in self.metrics]
+
+    def of(self, numbers: Tensor | Sequence[Tensor]) -> Factors:
+        """The factors, given all numbers in order: `Factors.vector`, or 0-d tensors."""
         first = len(self.loss or ())
-        loss = None if self.loss is None else dict(zip(self.loss, vector[:first].unbind()))
-        return Factors(loss, dict(zip(self.metrics, vector[first:].unbind())), self.num_items_unit)
+        if isinstance(numbers, Tensor):
+            numbers = numbers.unbind()
+        loss = None if self.loss is None else dict(zip(self.loss, numbers[:first]))
+        return Factors(loss, dict(zip(self.metrics, numbers[first:])), self.num_items_unit)
 
 
 def unit_factors(call: HeadCall, rows: Rows) -> Factors:
     """The factors of a reduced loss and its metrics."""
     loss = call.loss
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
-    metrics = inverses(counts, call.stat_dtype)
+    metrics = Inverses(counts, call.stat_dtype)
     if loss.reduction == "sum":
         factors = dict.fromkeys(metrics, call.coefficient)
     else:
         normalizers = loss.normalizers(counts, call.targets, call.inputs)
         if call.num_items is not None:
             normalizers[loss.unit] = call.num_items
-        factors = inverses(normalizers, call.stat_dtype, call.coefficient, known=(counts, metrics))
+        factors = Inverses(normalizers, call.stat_dtype, call.coefficient, known=metrics)
     return Factors(factors, metrics, None if call.num_items is None else loss.unit)
 
 
@@ -85,7 +107,7 @@ def metric_factors(
     tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int, dtype: torch.dtype
 ) -> Factors:
     """The factors with reduction="none", in which only the metrics are reduced."""
-    return Factors(None, inverses(unit_counts(tokens, chosen_tokens, sequences), dtype))
+    return Factors(None, Inverses(unit_counts(tokens, chosen_tokens, sequences), dtype))
 
 
 def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int) -> dict[str, int | Tensor]:
@@ -93,29 +115,52 @@ def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: in
     return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
-def inverses(
-    normalizers: Mapping[str, Number],
-    dtype: torch.dtype,
-    coefficient: float = 1.0,
-    known: tuple[Mapping, Mapping] = ({}, {}),
-) -> dict[str | None, Number]:
-    """Unit -> coefficient / normalizer. A normalizer of 0 (an empty sum) is replaced by 1.
+class Inverses(Mapping):
+    """Unit -> coefficient / normalizer, each computed when it is read first. The unit None has no normalizer.
 
-    `known`: other normalizers and their inverses. Those that are the same tensor are not inverted again.
+    A normalizer of 0 (an empty sum) is replaced by 1. `known`: the inverses of other normalizers. Those that
+    are the same tensor are not inverted again.
     """
-    factors: dict[str | None, Number] = {None: coefficient}
-    others, inverted = known
-    for unit, count in normalizers.items():
+
+    def __init__(
+        self,
+        normalizers: Mapping[str, Number],
+        dtype: torch.dtype,
+        coefficient: float = 1.0,
+        known: "Inverses | None" = None,
+    ):
+        self._normalizers = normalizers
+        self._dtype = dtype
+        self._coefficient = coefficient
+        self._known = known
+        self._computed: dict[str | None, Number] = {None: coefficient}
+
+    def __getitem__(self, unit: str | None) -> Number:
+        if unit not in self._computed:
+            self._computed[unit] = self._inverse(unit)
+        return self._computed[unit]
+
+    def __iter__(self) -> Iterator[str | None]:
+        return iter((None, *self._normalizers))
+
+    def __len__(self) -> int:
+        return 1 + len(self._normalizers)
+
+    def _inverse(self, unit: str) -> Number:
+        count = self._normalizers[unit]
+        coefficient = self._coefficient
         if not isinstance(count, Tensor):
-            factors[unit] = coefficient / (count or 1)
-        elif count is others.get(unit) and coefficient == 1.0:
-            factors[unit] = inverted[unit]
-        elif count.is_floating_point():
-            count = count.to(dtype)
-            factors[unit] = coefficient / torch.where(count == 0, 1.0, count)
+            return coefficient / (count or 1)
+        if coefficient == 1.0 and self._known is not None and count is self._known._normalizers.get(unit):
+            return self._known[unit]
+        if count.is_floating_point():
+            count = count.to(self._dtype)
+            count = torch.where(count == 0, 1.0, count)
         else:
-            factors[unit] = coefficient / count.clamp(min=1).to(dtype)
-    return factors
+            count = count.clamp(min=1)
+            if self._dtype != torch.get_default_dtype():  # which the reciprocal of an integer has
+                count = count.to(self._dtype)
+        return count.reciprocal() if coefficient == 1.0 else coefficient / count
 
 
 def power_of_two(x: Number) -> Number:
@@ -193,6 +238,25 @@ def report(
         factors: the factors of the call.
         sequences: over which ranks the loss is summed now.
     """
+    table, whole = _entries(loss, result, factors, sequences)
+    return Report(torch.stack(table), whole)
+
+
+def fused_report(loss: LossSpec, result: Terms, factors: Factors) -> Report:
+    """`report` for a compiled function, which fuses these operations: `torch.stack` would take one kernel for
+    each entry."""
+    first, *others = _entries(loss, result, factors, WHOLE_SEQUENCES)[0]
+    index = torch.arange(1 + len(others), device=first.device)
+    table = first.expand(1 + len(others))
+    for number, entry in enumerate(others, 1):
+        table = torch.where(index == number, entry, table)
+    return Report(table)
+
+
+def _entries(
+    loss: LossSpec, result: Terms, factors: Factors, sequences: WholeSequences
+) -> tuple[list[Tensor], tuple[bool, ...]]:
+    """The entries of the table of a `Report`, 0-d tensors, and its `whole`."""
     named, metrics = result
     terms = [] if factors.loss is None else list(named.values())
     if terms:
@@ -217,7 +281,7 @@ def report(
     if sequences.sliced:
         whole = (True, *[isinstance(term.over, str) and term.over in GROUPS for term in metrics])
         whole += (False,) * (len(table) - len(whole))
-    return Report(torch.stack(table), whole)
+    return table, whole
 
 
 def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Tensor:
@@ -242,6 +306,6 @@ def settled(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> Te
     count = 1 + len(loss.metric_names)
     if table.shape[0] > count:
         weights = table[count:]
-        means = table[1:count] / torch.where(weights == 0, 1.0, weights)
+        means = table[1:count] / (weights + (weights == 0))
         table = torch.cat((table[:1], means))
     return table

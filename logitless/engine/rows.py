@@ -48,7 +48,8 @@ class Rows(NamedTuple):
     chosen_tokens: int | Tensor  # supervised tokens in the first half of the sequences; 0 without sequences
     index: Tensor | None  # (count,) int64 positions in the flattened call; None: all rows, in call order
     group_sizes: Sequence[int] | None  # rows of each group; None for a loss of single tokens
-    sequence_sizes: Tensor | None  # (sequences,) rows of each sequence, in row order
+    # (sequences,) rows of each sequence, in row order; or one number for all; None: a loss of single tokens
+    sequence_sizes: Tensor | int | None
     roles: int = 1  # sequences per group
     shards: Shards | None = None  # shards of the head, with `tp_group`
     counted: Sequence[int] = ()  # the `others` of `compact_rows`, read in the host sync
@@ -62,17 +63,21 @@ class Rows(NamedTuple):
         """The positions of rows start:stop in the flattened call."""
         return slice(start, stop) if self.index is None else self.index[start:stop]
 
-    def segments(self, rows: int, first: int, last: int) -> Segments | None:
+    def segments(self, rows: int, first: int, last: int, device: torch.device) -> Segments | None:
         """The sequences of groups first:last, which have `rows` rows in total."""
-        if self.sequence_sizes is None:
+        sizes = self.sequence_sizes
+        if sizes is None:
             return None
-        sizes = self.sequence_sizes[first * self.roles : last * self.roles]
-        return Segments(sizes, rows, last - first, self.roles)
+        if isinstance(sizes, Tensor):
+            sizes = sizes[first * self.roles : last * self.roles]
+        return Segments(sizes, rows, last - first, self.roles, device)
 
-    def sequences(self, first: int, last: int) -> Tensor:
+    def sequences(self, first: int, last: int, device: torch.device) -> Tensor | slice:
         """Call indices of the sequences of groups first:last, role by role (of pairs: first the chosen)."""
-        groups = self.sequence_sizes.shape[0] // self.roles
-        device = self.sequence_sizes.device
+        sizes = self.sequence_sizes
+        groups = (sizes.shape[0] if isinstance(sizes, Tensor) else self.count // sizes) // self.roles
+        if last - first == groups:
+            return slice(None)
         roles = torch.arange(self.roles, device=device)[:, None]
         return (roles * groups + torch.arange(first, last, device=device)).reshape(-1)
 
@@ -102,8 +107,9 @@ class _Layout(NamedTuple):
     """The sequences of a call, computed on the device before the host sync."""
 
     order: Tensor | None  # (N,) positions in the call, group by group; None: the order of the call
-    counts: Tensor  # (sequences,) number of rows of each sequence, in call order
-    sizes: Tensor  # (sequences,) number of rows of each sequence, in row order
+    # (sequences,) number of rows of each sequence; or one number for all
+    counts: Tensor | int  # in call order
+    sizes: Tensor | int  # in row order
     chosen: Tensor | None  # () supervised tokens of the first half of the sequences; None: summed later
 
 
@@ -162,10 +168,9 @@ def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
     """All rows of padded sequences, for a call in which every token is supervised, without a host sync."""
     if not (grouping.sequences or grouping.grouped):
         return Rows(N, N, 0, None, None, None, grouping.sequences_per_group)
-    length = N // max(1, grouping.sequences)
-    counts = torch.full((grouping.sequences,), length, dtype=torch.int64, device=device)
+    counts = equal_sizes(N, grouping.sequences, device)
     layout = _Layout(_order(N, grouping, device), counts, _in_row_order(counts, grouping), None)
-    chosen = grouping.sequences // 2 * length
+    chosen = grouping.sequences // 2 * (N // max(1, grouping.sequences))
     return _every_row(N, N, grouping, layout)._replace(chosen_tokens=chosen)
 
 
@@ -179,6 +184,13 @@ def static_rows(supervised: Tensor, tokens: Tensor, grouping: Grouping) -> Rows:
         layout = _padded(supervised, grouping, None, compact=False)
     rows = _every_row(supervised.shape[0], tokens, grouping, layout)
     return rows._replace(supervised=supervised)
+
+
+def equal_sizes(N: int, sequences: int, device: torch.device) -> Tensor | int:
+    """The rows of each of some padded sequences with N rows: one number, unless a sequence has at most one
+    row, of which a compiled graph must not depend."""
+    length = N // max(1, sequences)
+    return length if length > 1 else torch.full((sequences,), length, dtype=torch.int64, device=device)
 
 
 class _Counts(NamedTuple):
@@ -243,11 +255,10 @@ def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compa
     N = supervised.shape[0]
     device = supervised.device
     sequences = grouping.sequences
-    length = N // max(1, sequences)
     if not compact:
-        counts = torch.full((sequences,), length, dtype=torch.int64, device=device)
+        counts = equal_sizes(N, sequences, device)
     elif counts is None:
-        counts = supervised.view(sequences, length).sum(1)
+        counts = supervised.view(sequences, N // max(1, sequences)).sum(1)
     chosen = None if compact else supervised[: N // 2].sum()
     return _Layout(_order(N, grouping, device), counts, _in_row_order(counts, grouping), chosen)
 
@@ -277,7 +288,9 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
     return _Layout(order, counts, _in_row_order(counts, grouping), chosen)
 
 
-def _in_row_order(counts: Tensor, grouping: Grouping) -> Tensor:
+def _in_row_order(counts: Tensor | int, grouping: Grouping) -> Tensor | int:
+    if not isinstance(counts, Tensor):
+        return counts
     return counts.view(grouping.sequences_per_group, grouping.groups).t().reshape(-1)
 
 

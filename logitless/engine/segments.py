@@ -33,20 +33,37 @@ class Segments:
     then all rejected ones).
     """
 
-    lengths: Tensor  # (sequences,) int64, in row order
+    sizes: Tensor | int  # (sequences,) int64, the rows of each sequence in row order; or one number for all
     rows: int
     groups: int
     roles: int
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        """The number of sequences."""
+        return self.groups * self.roles
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(sequences,) int64, the rows of each sequence, in row order."""
+        if isinstance(self.sizes, Tensor):
+            return self.sizes
+        return torch.full((self.count,), self.sizes, dtype=torch.int64, device=self.device)
 
     @cached_property
     def ids(self) -> Tensor:
         """(rows,) the index of each row's sequence, in row order."""
-        return torch.repeat_interleave(self.lengths, output_size=self.rows)
+        if isinstance(self.sizes, Tensor):
+            return torch.repeat_interleave(self.sizes, output_size=self.rows)
+        return torch.arange(self.rows, device=self.device) // self.sizes
 
     @cached_property
     def starts(self) -> Tensor:
         """(sequences,) the first row of each sequence, in row order."""
-        return self.lengths.cumsum(0) - self.lengths
+        if isinstance(self.sizes, Tensor):
+            return self.sizes.cumsum(0) - self.sizes
+        return torch.arange(self.count, device=self.device) * self.sizes
 
     def to_sequence_order(self, x: Tensor) -> Tensor:
         """Reorder (sequences,) from row order to sequence order."""
@@ -58,10 +75,15 @@ class Segments:
 
     def sum(self, x: Tensor) -> Tensor:
         """(rows,) -> (sequences,) in sequence order."""
+        if not isinstance(self.sizes, Tensor):
+            wide = x.double() if x.device.type == "cpu" else x  # as in `sum_runs`
+            return self.to_sequence_order(wide.reshape(self.count, self.sizes).sum(1).to(x.dtype))
         return self.to_sequence_order(_sum(x, self.lengths, self.ids))
 
     def spread(self, x: Tensor) -> Tensor:
         """(sequences,) in sequence order -> (rows,): the transpose of `sum`."""
+        if not isinstance(self.sizes, Tensor):
+            return self.to_row_order(x)[:, None].expand(self.count, self.sizes).reshape(-1)
         return _spread(self.to_row_order(x), self.lengths, self.ids)
 
 

@@ -10,6 +10,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.readers.base import METRICS
 from logitless.engine.readers.logits import LogitsReader
 from logitless.engine.reduction import metric_factors, report, settled
+from logitless.engine.rows import equal_sizes
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Role, looks_at_sequences
 from logitless.engine.terms import evaluate_terms, unreduced
@@ -67,10 +68,10 @@ def _whole_batch(call: HeadCall) -> Batch:
     if looks_at_sequences(loss):
         N = targets.shape[0]
         if call.cu_seqlens is None:
-            lengths = targets.new_full((count,), N // max(1, count))
+            sizes = equal_sizes(N, count, targets.device)
         else:
-            lengths = call.cu_seqlens.diff()
-        segments = Segments(lengths, N, count, 1)
+            sizes = call.cu_seqlens.diff()
+        segments = Segments(sizes, N, count, 1, targets.device)
     V = call.weight.shape[0]
     if loss.tp_group is not None:
         code = Shards.code(call.weight, fp32_logits=False)

@@ -23,7 +23,7 @@ from logitless.engine.evaluation import gradients_of
 from logitless.engine.hooks import identity_hooks
 from logitless.engine.host_copy import HostCopy, HostNumbers, HostWrite
 from logitless.engine.operands import FLOATS, INTEGERS, apply_mask, check_data, mask_error, shifted
-from logitless.engine.reduction import Factors, inverses
+from logitless.engine.reduction import Factors, Inverses
 from logitless.engine.terms import Term, evaluate_terms, unreduced
 from logitless.errors import check_number, type_error, value_error
 from logitless.kernels.head import cross_entropy as kernels
@@ -136,7 +136,7 @@ def cross_entropy(
         if not isinstance(num_items, Tensor):
             num_items = torch.full((), num_items, dtype=dtype, device=logits.device)
         num_items = num_items.to(logits.device, dtype)
-        factor = inverses({"tokens": num_items}, dtype)["tokens"]
+        factor = Inverses({"tokens": num_items}, dtype)["tokens"]
     inputs = {
         "class_weights": None if class_weights is None else class_weights.to(dtype),
         "token_weights": None if token_weights is None else token_weights.reshape(-1).to(dtype),

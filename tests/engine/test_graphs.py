@@ -141,6 +141,31 @@ def test_sizes_that_happen_to_be_equal(graphs):
     assert len(graphs) == 4 and None not in graphs.values()
 
 
+def test_sequences_of_one_length(graphs, monkeypatch):
+    """One graph serves every length and number of sequences, and none of its operators reads the lengths."""
+    monkeypatch.setattr(compiled, "MOST_EQUAL", 40)
+
+    def check(loss, sequences: int, length: int) -> None:
+        tensors = operands(sequences, length)
+        tensors[2][0, : length // 2] = -100
+        given = {"ref_logps": torch.randn(sequences, device=DEVICE)}
+        torch.testing.assert_close(results(loss, *tensors, **given), uncompiled(loss, *tensors, **given))
+
+    loss = DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], compact=False)
+    for sequences, length in ((4, 2), (8, 4), (6, 6), (6, 3), (40, 40)):
+        check(loss, sequences, length)
+    (graph,) = graphs.values()
+    used = [("loss", "pairs"), ("loss", "chosen_tokens"), ("metrics", "pairs")]
+    assert set(used) <= set(graph._factors) and ("loss", "tokens") not in graph._factors
+    assert graph._grouping.are_equal
+    for sequences, length in ((2, 9), (2, 8)):
+        check(loss, sequences, length)
+    assert len(graphs) == 2, "a pair alone has a graph of its own"
+    for sequences, length in ((4, 1), (42, 3), (4, 41)):
+        check(loss, sequences, length)
+    assert len(graphs) == 3 and None not in graphs.values(), "longer ones share that of sequences that differ"
+
+
 def test_a_reference_head_is_read_before_the_graph_runs(graphs):
     """Neither its hidden states nor its weight, which may be a view, is an input of the graph."""
     reference = torch.randn(5, 2 * V, H, device=DEVICE)

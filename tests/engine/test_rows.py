@@ -9,6 +9,8 @@ from torch._subclasses import FakeTensorMode
 from logitless.engine.rows import Grouping, compact_rows
 from logitless.engine.spec import Fault
 
+CPU = torch.device("cpu")
+
 
 class Case(NamedTuple):
     lengths: list[int]  # tokens of each sequence, in call order
@@ -90,7 +92,8 @@ def test_sequences_of_groups(form, name, roles, compact):
     sizes = [len(sequence) for sequence in sequences]
     assert rows.count == len(flat)
     assert positions(rows, case) == flat
-    assert rows.sequence_sizes.tolist() == sizes
+    segments = rows.segments(rows.count, 0, len(rows.group_sizes), CPU)
+    assert segments.lengths.tolist() == sizes
     assert list(rows.group_sizes) == [sum(sizes[i : i + roles]) for i in range(0, 6, roles)]
     assert int(rows.tokens) == sum(case.supervised)
     half = case.boundaries[3]
@@ -112,9 +115,9 @@ def test_sequences_of_a_slice_of_groups(form, name, roles, compact):
     for first in range(groups):
         for last in range(first + 1, groups + 1):
             numbers = [role * groups + group for role in range(roles) for group in range(first, last)]
-            assert rows.sequences(first, last).tolist() == numbers
+            assert torch.arange(6)[rows.sequences(first, last, CPU)].tolist() == numbers
             count = sum(rows.group_sizes[first:last])
-            segments = rows.segments(count, first, last)
+            segments = rows.segments(count, first, last, CPU)
             members = [range(bounds[i], bounds[i + 1]) for i in numbers]
             expected = [sum(case.supervised[p] or not compact for p in member) for member in members]
             assert segments.to_sequence_order(segments.lengths).tolist() == expected
@@ -129,9 +132,8 @@ def test_tokens_that_stand_alone(ignored, compact):
     flat = [p for p in range(5) if case.supervised[p] or not compact]
     assert rows.count == len(flat) and positions(rows, case) == flat
     assert int(rows.tokens) == 5 - len(ignored) and int(rows.chosen_tokens) == 0
-    assert (
-        rows.group_sizes is None and rows.sequence_sizes is None and rows.segments(rows.count, 0, 0) is None
-    )
+    assert rows.group_sizes is None and rows.sequence_sizes is None
+    assert rows.segments(rows.count, 0, 0, CPU) is None
     # Nothing is gathered where every row is walked in place.
     assert (rows.index is None) == (rows.count == 5)
 
@@ -228,6 +230,7 @@ def test_nothing_is_read_back_where_every_row_is_walked(form):
             cu_seqlens,
             compact=False,
         )
-        assert rows.count == 12 and rows.sequence_sizes.shape == (4,)
+        segments = rows.segments(12, 0, 4 // roles, supervised.device)
+        assert rows.count == 12 and segments.lengths.shape == (4,)
         with pytest.raises(Exception, match="(?i)data.dependent|cannot be called|aten._local_scalar_dense"):
             compact_rows(supervised[None], (), Grouping(4, roles, True), cu_seqlens, compact=True)

@@ -25,7 +25,12 @@ cases = pytest.mark.parametrize(("lengths", "roles"), CASES.values(), ids=CASES)
 
 
 def segments_of(lengths: list[int], roles: int) -> Segments:
-    return Segments(torch.tensor(lengths, dtype=torch.int64), sum(lengths), len(lengths) // roles, roles)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    return Segments(sizes, sum(lengths), len(lengths) // roles, roles, sizes.device)
+
+
+def equal_segments(length: int, count: int, roles: int) -> Segments:
+    return Segments(length, length * count, count // roles, roles, DEVICE)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -79,7 +84,7 @@ def test_sums_in_fp32_are_exact(lengths, strided):
     x = (-5 - random(sum(lengths)).abs()).float()
     if strided:
         x = torch.stack((x, x + 1), 1)[:, 0]
-    wide = replace(segments, lengths=segments.lengths.clone()).sum(x.double())
+    wide = replace(segments, sizes=segments.sizes.clone()).sum(x.double())
     expected = [math.fsum(part.tolist()) for part in x.split(lengths)]
     torch.testing.assert_close(wide.tolist(), expected, rtol=1e-13, atol=0)
     ours = segments.sum(x)
@@ -87,6 +92,25 @@ def test_sums_in_fp32_are_exact(lengths, strided):
     allowed = torch.finfo(torch.float32).eps * (0.5 if DEVICE.type == "cpu" else 8)
     for actual, truth in zip(ours.tolist(), expected, strict=True):
         assert abs(actual - truth) <= allowed * abs(truth) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("length", "count", "roles"), [(5, 6, 2), (2, 3, 1), (16_384, 2, 1)])
+def test_one_number_for_sequences_of_one_length(length, count, roles):
+    """As a tensor of equal sizes, also strided, with gradients."""
+    segments = equal_segments(length, count, roles)
+    others = segments_of([length] * count, roles)
+    assert others.count == count
+    for name in ("lengths", "ids", "starts"):
+        assert torch.equal(getattr(segments, name), getattr(others, name))
+    wide = random(length * count, 2).float()[:, 0].requires_grad_()
+    x = random(count, seed=1).float().requires_grad_()
+    for function, given in (("sum", wide), ("spread", x)):
+        found = []
+        for each in (segments, others):
+            out = getattr(each, function)(given)
+            upstream = random(*out.shape, seed=2).float()
+            found.append((out, *torch.autograd.grad(out, given, upstream)))
+        torch.testing.assert_close(*found, rtol=3e-7, atol=0 if DEVICE.type == "cpu" else 1e-4)
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan], ids=str)

@@ -277,13 +277,12 @@ def batch_of(
         if x is not None and role in PER_TOKEN:
             x = x[at]
         elif x is not None and role is Role.SEQUENCE:
-            sequences = rows.sequences(span.first, span.last) if sequences is None else sequences
+            if sequences is None:
+                sequences = rows.sequences(span.first, span.last, x.device)
             x = x[sequences]
         inputs[name] = x
     inputs |= constants
-    segments = None
-    if rows.sequence_sizes is not None:
-        segments = rows.segments(span.stop - span.start, span.first, span.last)
+    segments = rows.segments(span.stop - span.start, span.first, span.last, call.targets.device)
     ignore_index = None if loss.compact else loss.ignore_index
     shared = {"vocabulary": call.vocabulary, "sequences": call.sequences}
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
