@@ -68,6 +68,16 @@ def row_bytes(loss, vocab: int = V, dtype=torch.float32, trainable: bool = True,
 TEACHER = {"teacher_hidden": (5, H), "teacher_weight": (V, H)}
 
 
+@pytest.fixture
+def no_default_device():
+    """Dynamo guards on the default device, and the thread in which autograd runs on a GPU has none."""
+    before = torch.get_default_device()
+    torch.set_default_device(None)
+    yield
+    torch.set_default_device(None if before.type == "cpu" else before)
+
+
+@pytest.mark.usefixtures("no_default_device")
 @pytest.mark.parametrize("by_running", [True, False])
 @pytest.mark.parametrize(
     ("loss", "inputs"),
