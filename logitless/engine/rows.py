@@ -168,9 +168,11 @@ def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
     """All rows of padded sequences, for a call in which every token is supervised, without a host sync."""
     if not (grouping.sequences or grouping.grouped):
         return Rows(N, N, 0, None, None, None, grouping.sequences_per_group)
-    counts = equal_sizes(N, grouping.sequences, device)
+    # Not `equal_sizes`: these sums of sequences have the bits of those by `compact_rows`.
+    length = N // max(1, grouping.sequences)
+    counts = torch.full((grouping.sequences,), length, dtype=torch.int64, device=device)
     layout = _Layout(_order(N, grouping, device), counts, _in_row_order(counts, grouping), None)
-    chosen = grouping.sequences // 2 * (N // max(1, grouping.sequences))
+    chosen = grouping.sequences // 2 * length
     return _every_row(N, N, grouping, layout)._replace(chosen_tokens=chosen)
 
 
