@@ -485,7 +485,8 @@ def _lengths(batch: Batch) -> Tensor | None:
 
 
 def _first(statistics: Mapping[str, Tensor]) -> Tensor:
-    return next(iter(statistics.values()))
+    """The first floating-point statistic: ids of a support are no such one, and come first."""
+    return next(x for x in statistics.values() if x.is_floating_point())
 
 
 @functools.lru_cache(maxsize=128)

@@ -246,6 +246,8 @@ def fused_report(loss: LossSpec, result: Terms, factors: Factors) -> Report:
     """`report` for a compiled function, which fuses these operations: `torch.stack` would take one kernel for
     each entry."""
     first, *others = _entries(loss, result, factors, WHOLE_SEQUENCES)[0]
+    if not others:
+        return Report(torch.stack([first]))  # not a view, which autograd would refuse to change in place
     index = torch.arange(1 + len(others), device=first.device)
     table = first.expand(1 + len(others))
     for number, entry in enumerate(others, 1):

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import logitless.losses
-from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, Term, TokenLoss
+from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss, Term, TokenLoss
 from logitless.engine import compiled, static_rows
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.segments import Segments
@@ -180,6 +180,18 @@ def test_a_reference_head_is_read_before_the_graph_runs(graphs):
     assert all(graph._inputs == ("ref_logps",) for graph in graphs.values())
 
 
+def test_statistics_of_which_the_first_are_ids(graphs):
+    """The factors have the dtype of the others."""
+    hidden, weight, targets = (x.detach().double() if x.is_floating_point() else x for x in operands(7))
+    teacher = {"teacher_hidden": torch.randn_like(hidden), "teacher_weight": torch.randn_like(weight)}
+    tensors = hidden.requires_grad_(), weight.requires_grad_(), targets
+    for options in ({}, {"compact": False}):
+        loss = DistillationLoss(support="student", divergence="forward_kl", k=3, **options)
+        actual, expected = results(loss, *tensors, **teacher), uncompiled(loss, *tensors, **teacher)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert len(graphs) == 2 and None not in graphs.values()
+
+
 def test_several_spans_and_counts_that_the_host_does_not_know(graphs):
     tensors = operands(6, 5)
     tensors[2][:, :2] = -100
@@ -235,7 +247,8 @@ def test_cross_entropy_of_given_logits(graphs, monkeypatch):
             for compiles_on in (("cpu", "cuda"), ()):
                 monkeypatch.setattr(compiled, "COMPILES_ON", compiles_on)
                 loss = logitless.cross_entropy(logits, targets, **given)
-                actual.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+                actual.append((loss.detach().clone(), *torch.autograd.grad(loss, logits)))
+                loss *= 2
             torch.testing.assert_close(*actual)
     # Where the forward pass writes the gradient, the linear losses without weights are not evaluated.
     # Elsewhere a sum is evaluated as with num_items, whose factor is a number or a tensor.
