@@ -11,9 +11,9 @@ log.
 
 A graph without guards is only right if nothing that the trace read can change. Therefore it is made for
 losses of this library alone, whose `terms` are pure functions of tensors and of the fields of a frozen loss;
-every tensor's dtype and shape is in its key, except for the numbers of rows and of sequences, which are
-symbols of their own; and a trace that needed any guard on a symbol is not used. The first call of a key
-compares the graph with the uncompiled evaluation.
+every tensor's dtype and shape is in its key, except for the numbers of rows and of sequences, or the length
+of equal sequences, which are symbols of their own; and a trace that needed any guard on a symbol is not used.
+The first call of a key compares the graph with the uncompiled evaluation.
 """
 
 import functools
@@ -324,7 +324,7 @@ class Graph:
 
     Raises:
         Exception: the terms cannot be traced, or the trace needs a guard on the number of rows or of
-            sequences.
+            sequences, or on a length.
     """
 
     def __init__(

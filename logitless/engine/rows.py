@@ -73,7 +73,8 @@ class Rows(NamedTuple):
         return Segments(sizes, rows, last - first, self.roles, device)
 
     def sequences(self, first: int, last: int, device: torch.device) -> Tensor | slice:
-        """Call indices of the sequences of groups first:last, role by role (of pairs: first the chosen)."""
+        """Call indices of the sequences of groups first:last, role by role (of pairs: first the chosen); a
+        slice if these are all of them."""
         sizes = self.sequence_sizes
         groups = (sizes.shape[0] if isinstance(sizes, Tensor) else self.count // sizes) // self.roles
         if last - first == groups:
@@ -190,7 +191,7 @@ def static_rows(supervised: Tensor, tokens: Tensor, grouping: Grouping) -> Rows:
 
 def equal_sizes(N: int, sequences: int, device: torch.device) -> Tensor | int:
     """The rows of each of some padded sequences with N rows: one number, unless a sequence has at most one
-    row, of which a compiled graph must not depend."""
+    row, on which a compiled graph must not depend."""
     length = N // max(1, sequences)
     return length if length > 1 else torch.full((sequences,), length, dtype=torch.int64, device=device)
 

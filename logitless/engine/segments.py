@@ -83,7 +83,10 @@ class Segments:
     def spread(self, x: Tensor) -> Tensor:
         """(sequences,) in sequence order -> (rows,): the transpose of `sum`."""
         if not isinstance(self.sizes, Tensor):
-            return self.to_row_order(x)[:, None].expand(self.count, self.sizes).reshape(-1)
+            # In fp64 on a CPU, so that the gradient is summed like `sum`. Always new memory, which terms may
+            # change in place.
+            wide = x.double() if x.device.type == "cpu" and x.is_floating_point() else x
+            return self.to_row_order(wide)[:, None].repeat(1, self.sizes).view(-1).to(x.dtype)
         return _spread(self.to_row_order(x), self.lengths, self.ids)
 
 

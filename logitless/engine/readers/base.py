@@ -279,7 +279,8 @@ def batch_of(
         elif x is not None and role is Role.SEQUENCE:
             if sequences is None:
                 sequences = rows.sequences(span.first, span.last, x.device)
-            x = x[sequences]
+            # New memory in both cases, which terms may change in place.
+            x = x.clone() if isinstance(sequences, slice) else x[sequences]
         inputs[name] = x
     inputs |= constants
     segments = rows.segments(span.stop - span.start, span.first, span.last, call.targets.device)
