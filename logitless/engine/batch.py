@@ -176,7 +176,7 @@ class Batch:
     @cached_property
     def is_chosen(self) -> Tensor:
         count = self.own_segments.count
-        return self.spread(torch.arange(count, device=self.own_segments.device) < count // 2)
+        return self.spread(torch.arange(count, device=self.given_targets.device) < count // 2)
 
     def _own_sums(self, x: Tensor) -> Tensor:
         return self.own_segments.sum(x if self.ignored is None else x.masked_fill(self.ignored, 0.0))
@@ -191,7 +191,8 @@ class Batch:
     def _own_positions(self) -> Tensor:
         segments = self.own_segments
         if self.ignored is None:
-            return torch.arange(segments.rows, device=segments.device) - segments.starts[segments.ids]
+            positions = torch.arange(segments.rows, device=self.given_targets.device)
+            return positions - segments.starts[segments.ids]
         before = torch.cat((self.given_targets.new_zeros(1), (~self.ignored).cumsum(0)))
         return before[:-1] - before[segments.starts][segments.ids]
 

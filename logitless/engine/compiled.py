@@ -36,7 +36,7 @@ from logitless.engine.evaluation import ChunkFunction, chunk_function
 from logitless.engine.hooks import no_hooks
 from logitless.engine.reduction import Factors, Report, Units, fused_report, reduced
 from logitless.engine.remembered import Remembered
-from logitless.engine.segments import Segments
+from logitless.engine.segments import EqualSegments, Segments
 from logitless.engine.spec import LossSpec, Role
 from logitless.engine.terms import declared, evaluate_terms
 from logitless.errors import warn
@@ -251,7 +251,7 @@ def _grouping(loss: LossSpec, batch: Batch) -> _Grouping:
     if segments is None:
         return _Grouping()
     size = loss.sequences_per_group
-    are_equal = not isinstance(segments.sizes, Tensor) and max(segments.sizes, segments.count) <= MOST_EQUAL
+    are_equal = isinstance(segments, EqualSegments) and max(segments.length, segments.count) <= MOST_EQUAL
     return _Grouping(segments.roles != size, segments.count == size, are_equal)
 
 
@@ -351,7 +351,7 @@ class Graph:
         lengths = None
         if self._grouping.are_equal:  # the shape of the targets tells the graph the length
             segments = batch.segments
-            targets = targets.view(segments.groups, segments.roles, segments.sizes)
+            targets = targets.view(segments.groups, segments.roles, segments.length)
         else:
             lengths = _lengths(batch)
         xs = [
@@ -403,7 +403,6 @@ class Graph:
         for name in self._inputs:
             leading = axes.get(loss.roles.get(name), (rows,))
             fakes.append(fake(getattr(batch, name), *leading))
-        device = batch.given_targets.device
         has_lengths = batch.segments is not None and not are_equal
         if has_lengths:
             fakes.append(fake(batch.segments.lengths, *shape))
@@ -421,12 +420,12 @@ class Graph:
             inputs = dict.fromkeys(absent) | {name: tensors.pop(0) for name in self._inputs}
             segments = None
             if are_equal:
-                *shape, length = targets.shape
+                groups, roles, length = targets.shape
+                segments = EqualSegments(length, groups, roles, targets.device)
                 targets = targets.reshape(-1)
-                segments = Segments(length, targets.shape[0], *shape, device)
             elif has_lengths:
                 lengths = tensors.pop(0)
-                segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape, device)
+                segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape)
             return evaluate_slice(named, targets, inputs, segments, tensors, units, V)
 
         graph = make_fx(function, tracing_mode="fake")(*fakes)
@@ -436,7 +435,7 @@ class Graph:
         # The terms use the factors of a few units. The others are no arguments of the graph.
         placeholders = graph.graph.find_nodes(op="placeholder")
         given = list(zip(placeholders, fakes, strict=True))
-        numbers = given[-len(units.named) :]
+        numbers = given[len(given) - len(units.named) :]
         self._factors = [name for name, (node, _) in zip(units.named, numbers, strict=True) if node.users]
         unused = [node for node, _ in numbers if not node.users]
         for node in unused:
@@ -503,7 +502,7 @@ def _compiled_slice(loss: LossSpec, variables: tuple[str, ...]) -> Callable:
     ) -> tuple[Tensor, ...] | None:
         segments = None
         if lengths is not None:
-            segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape, lengths.device)
+            segments = Segments(lengths.reshape(-1), targets.shape[0], *lengths.shape)
         # Where Dynamo runs a function uncompiled, such as while a CUDA graph is captured. The terms would run
         # under torch.func, which does not take every autograd Function.
         compiling = torch.compiler.is_compiling()

@@ -54,8 +54,7 @@ class Factors(NamedTuple):
             vector = torch.tensor(values, dtype=options["dtype"], device="cpu")
             return vector.to(like.device, non_blocking=True)
         # A CUDA graph would read the host's memory of a copy again.
-        tensors = [x if isinstance(x, Tensor) else torch.full((), x, **options) for x in values]
-        return torch.stack([x.to(**options) for x in tensors])
+        return torch.stack(self.tensors(self.units.named, like))
 
     def divided_by(self, deferred: Number) -> "Factors":
         """The factors, with those of the loss divided by the deferred factor."""

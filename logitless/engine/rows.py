@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.engine.operands import sequence_numbers
-from logitless.engine.segments import Segments
+from logitless.engine.segments import Segments, segments_of
 from logitless.engine.spec import Fault
 from logitless.engine.teacher_rows import TeacherRows
 from logitless.kernels.head.targets import counted
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
             return None
         if isinstance(sizes, Tensor):
             sizes = sizes[first * self.roles : last * self.roles]
-        return Segments(sizes, rows, last - first, self.roles, device)
+        return segments_of(sizes, rows, last - first, self.roles, device)
 
     def sequences(self, first: int, last: int, device: torch.device) -> Tensor | slice:
         """Call indices of the sequences of groups first:last, role by role (of pairs: first the chosen); a

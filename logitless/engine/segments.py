@@ -33,11 +33,10 @@ class Segments:
     then all rejected ones).
     """
 
-    sizes: Tensor | int  # (sequences,) int64, the rows of each sequence in row order; or one number for all
+    lengths: Tensor  # (sequences,) int64, in row order
     rows: int
     groups: int
     roles: int
-    device: torch.device
 
     @property
     def count(self) -> int:
@@ -45,25 +44,14 @@ class Segments:
         return self.groups * self.roles
 
     @cached_property
-    def lengths(self) -> Tensor:
-        """(sequences,) int64, the rows of each sequence, in row order."""
-        if isinstance(self.sizes, Tensor):
-            return self.sizes
-        return torch.full((self.count,), self.sizes, dtype=torch.int64, device=self.device)
-
-    @cached_property
     def ids(self) -> Tensor:
         """(rows,) the index of each row's sequence, in row order."""
-        if isinstance(self.sizes, Tensor):
-            return torch.repeat_interleave(self.sizes, output_size=self.rows)
-        return torch.arange(self.rows, device=self.device) // self.sizes
+        return torch.repeat_interleave(self.lengths, output_size=self.rows)
 
     @cached_property
     def starts(self) -> Tensor:
         """(sequences,) the first row of each sequence, in row order."""
-        if isinstance(self.sizes, Tensor):
-            return self.sizes.cumsum(0) - self.sizes
-        return torch.arange(self.count, device=self.device) * self.sizes
+        return self.lengths.cumsum(0) - self.lengths
 
     def to_sequence_order(self, x: Tensor) -> Tensor:
         """Reorder (sequences,) from row order to sequence order."""
@@ -75,19 +63,55 @@ class Segments:
 
     def sum(self, x: Tensor) -> Tensor:
         """(rows,) -> (sequences,) in sequence order."""
-        if not isinstance(self.sizes, Tensor):
-            wide = x.double() if x.device.type == "cpu" else x  # as in `sum_runs`
-            return self.to_sequence_order(wide.reshape(self.count, self.sizes).sum(1).to(x.dtype))
         return self.to_sequence_order(_sum(x, self.lengths, self.ids))
 
     def spread(self, x: Tensor) -> Tensor:
-        """(sequences,) in sequence order -> (rows,): the transpose of `sum`."""
-        if not isinstance(self.sizes, Tensor):
-            # In fp64 on a CPU, so that the gradient is summed like `sum`. Always new memory, which terms may
-            # change in place.
-            wide = x.double() if x.device.type == "cpu" and x.is_floating_point() else x
-            return self.to_row_order(wide)[:, None].repeat(1, self.sizes).view(-1).to(x.dtype)
+        """(sequences,) in sequence order -> (rows,), a new tensor: the transpose of `sum`."""
         return _spread(self.to_row_order(x), self.lengths, self.ids)
+
+
+class EqualSegments(Segments):
+    """Sequences with the same number of rows, whose sums are those of a matrix."""
+
+    def __init__(self, length: int, groups: int, roles: int, device: torch.device):
+        self.length = length
+        self.rows = groups * roles * length
+        self.groups = groups
+        self.roles = roles
+        self.device = device
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return torch.full((self.count,), self.length, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        return torch.arange(self.rows, device=self.device) // self.length
+
+    @cached_property
+    def starts(self) -> Tensor:
+        return torch.arange(self.count, device=self.device) * self.length
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.to_sequence_order(_wide(x).reshape(self.count, self.length).sum(1).to(x.dtype))
+
+    def spread(self, x: Tensor) -> Tensor:
+        rows = self.to_row_order(_wide(x))[:, None].repeat(1, self.length)
+        return rows.view(-1).to(x.dtype)
+
+
+def segments_of(
+    sizes: Tensor | int, rows: int, groups: int, roles: int, device: torch.device
+) -> Segments | EqualSegments:
+    """The sequences of `sizes`, the rows of each one in row order or one number for all."""
+    if isinstance(sizes, Tensor):
+        return Segments(sizes, rows, groups, roles)
+    return EqualSegments(sizes, groups, roles, device)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x, in fp64 on a CPU: see `sum_runs`."""
+    return x.double() if x.device.type == "cpu" and x.is_floating_point() else x
 
 
 def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:

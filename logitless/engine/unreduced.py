@@ -11,7 +11,7 @@ from logitless.engine.readers.base import METRICS
 from logitless.engine.readers.logits import LogitsReader
 from logitless.engine.reduction import metric_factors, report, settled
 from logitless.engine.rows import equal_sizes
-from logitless.engine.segments import Segments
+from logitless.engine.segments import segments_of
 from logitless.engine.spec import Role, looks_at_sequences
 from logitless.engine.terms import evaluate_terms, unreduced
 from logitless.parallel.sequences import WHOLE_SEQUENCES
@@ -71,7 +71,7 @@ def _whole_batch(call: HeadCall) -> Batch:
             sizes = equal_sizes(N, count, targets.device)
         else:
             sizes = call.cu_seqlens.diff()
-        segments = Segments(sizes, N, count, 1, targets.device)
+        segments = segments_of(sizes, N, count, 1, targets.device)
     V = call.weight.shape[0]
     if loss.tp_group is not None:
         code = Shards.code(call.weight, fp32_logits=False)

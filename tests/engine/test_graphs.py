@@ -25,7 +25,7 @@ import torch
 
 import logitless.losses
 from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss, Term, TokenLoss
-from logitless.engine import compiled, static_rows
+from logitless.engine import compiled, reduction, static_rows
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.segments import Segments
 from logitless.kernels.head import cross_entropy as kernels
@@ -118,7 +118,7 @@ def uncompiled(loss, *tensors, **inputs) -> list[torch.Tensor]:
 
 def test_sizes_that_happen_to_be_equal(graphs, monkeypatch):
     """As many rows as token ids, as sequences, and as both inputs; then each of them differs."""
-    monkeypatch.setattr(static_rows, "SIZE", 0)
+    monkeypatch.setattr(static_rows, "SIZE", 0)  # sequences of one length have another graph
     loss = CrossEntropyLoss(label_smoothing=0.1)
     for rows in (V, H, 2, 3, 100):
         given = {"class_weights": torch.rand(V, device=DEVICE) + 0.5}
@@ -132,7 +132,7 @@ def test_sizes_that_happen_to_be_equal(graphs, monkeypatch):
         torch.testing.assert_close(
             results(DPOLoss(), *tensors, **given), uncompiled(DPOLoss(), *tensors, **given)
         )
-    assert len(graphs) == 3, "a pair alone has a graph of its own"
+    assert len(graphs) == 3, "one for cross-entropy, one for a single pair, one for several pairs"
     loss = GRPOLoss(importance_sampling_level="sequence")
     for sequences, length in ((2, 5), (3, 3), (7, 2)):
         tensors = operands(sequences, length)
@@ -159,9 +159,16 @@ def test_sequences_of_one_length(graphs, monkeypatch):
     used = [("loss", "pairs"), ("loss", "chosen_tokens"), ("metrics", "pairs")]
     assert set(used) <= set(graph._factors) and ("loss", "tokens") not in graph._factors
     assert graph._grouping.are_equal
+    computed = []
+    inverse = reduction.Inverses._inverse
+    monkeypatch.setattr(
+        reduction.Inverses, "_inverse", lambda self, unit: computed.append(unit) or inverse(self, unit)
+    )
+    results(loss, *operands(4, 2), ref_logps=torch.randn(4, device=DEVICE))
+    assert set(computed) == {unit for _, unit in graph._factors if unit is not None}
     for sequences, length in ((2, 9), (2, 8)):
         check(loss, sequences, length)
-    assert len(graphs) == 2, "a pair alone has a graph of its own"
+    assert len(graphs) == 2, "one for a single pair, one for several pairs"
     for sequences, length in ((4, 1), (42, 3), (4, 41)):
         graphs.clear()
         check(loss, sequences, length)
@@ -595,13 +602,14 @@ def test_a_resumed_run_repeats_the_first_to_the_bit(graphs):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and DEVICE.type == "cpu", reason="Inductor needs a compiler")
-def test_a_compiled_graph(graphs, monkeypatch):
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_compiled_graph(graphs, monkeypatch, compact):
     """By Inductor: the only test here that compiles."""
     monkeypatch.undo()
     monkeypatch.setattr(compiled, "COMPILES_ON", ("cpu", "cuda"))
     monkeypatch.setattr(compiled, "_GRAPHS", {})
     monkeypatch.setattr(compiled, "_IDENTITIES", {})
-    loss = DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5])
+    loss = DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], compact=compact)
     for sequences, length in ((4, 8), (6, 3), (8, 16)):
         tensors = operands(sequences, length)
         tensors[2][1::2, : length // 2] = -100

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless.engine.segments import Segments
+from logitless.engine.segments import EqualSegments, Segments
 from tests.support import DEVICE
 
 # Lengths in row order, sequences of a group.
@@ -26,11 +26,11 @@ cases = pytest.mark.parametrize(("lengths", "roles"), CASES.values(), ids=CASES)
 
 def segments_of(lengths: list[int], roles: int) -> Segments:
     sizes = torch.tensor(lengths, dtype=torch.int64)
-    return Segments(sizes, sum(lengths), len(lengths) // roles, roles, sizes.device)
+    return Segments(sizes, sum(lengths), len(lengths) // roles, roles)
 
 
 def equal_segments(length: int, count: int, roles: int) -> Segments:
-    return Segments(length, length * count, count // roles, roles, DEVICE)
+    return EqualSegments(length, count // roles, roles, DEVICE)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -84,19 +84,25 @@ def test_sums_in_fp32_are_exact(lengths, strided):
     x = (-5 - random(sum(lengths)).abs()).float()
     if strided:
         x = torch.stack((x, x + 1), 1)[:, 0]
-    wide = replace(segments, sizes=segments.sizes.clone()).sum(x.double())
+    wide = replace(segments, lengths=segments.lengths.clone()).sum(x.double())
     expected = [math.fsum(part.tolist()) for part in x.split(lengths)]
     torch.testing.assert_close(wide.tolist(), expected, rtol=1e-13, atol=0)
-    ours = segments.sum(x)
-    assert ours.dtype == torch.float32
+    forms = [segments]
+    if len(set(lengths)) == 1:
+        forms.append(equal_segments(lengths[0], len(lengths), 1))
     allowed = torch.finfo(torch.float32).eps * (0.5 if DEVICE.type == "cpu" else 8)
-    for actual, truth in zip(ours.tolist(), expected, strict=True):
-        assert abs(actual - truth) <= allowed * abs(truth) * (1 + 1e-6)
+    for form in forms:
+        y = torch.zeros(len(lengths), requires_grad=True)
+        (gradient,) = torch.autograd.grad(form.spread(y), y, x)
+        for ours in (form.sum(x), gradient):
+            assert ours.dtype == torch.float32
+            for actual, truth in zip(ours.tolist(), expected, strict=True):
+                assert abs(actual - truth) <= allowed * abs(truth) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(("length", "count", "roles"), [(5, 6, 2), (2, 3, 1), (4, 1, 1), (16_384, 2, 1)])
-def test_one_number_for_sequences_of_one_length(length, count, roles):
-    """As a tensor of equal sizes, also strided, with gradients."""
+def test_sequences_of_one_length(length, count, roles):
+    """As `Segments` of equal lengths, also strided, with gradients."""
     segments = equal_segments(length, count, roles)
     others = segments_of([length] * count, roles)
     assert others.count == count
