@@ -446,7 +446,7 @@ class _LinearLosses(torch.autograd.Function):
         )
         ctx.save_for_backward(*tensors)
         ctx.is_first = True
-        return values if loss.reduction == "none" else values.sum().view(1)
+        return values if loss.reduction == "none" else values.sum(0, keepdim=True)  # no view
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None):

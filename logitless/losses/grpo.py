@@ -411,7 +411,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         all_tokens = batch.all_gather_tokens(counted)
         if not all_tokens.shape[0]:
             return None
-        return (counted >= torch.nanquantile(all_tokens, 1 - self.top_entropy_quantile)).to(entropy.dtype)
+        # The tokens above `torch.nanquantile`, which torch.compile of torch 2.11 cannot trace.
+        ordered = all_tokens.sort().values  # NaN last
+        last = (~ordered.isnan()).sum().to(ordered.dtype) - 1
+        rank = ((1 - self.top_entropy_quantile) * last).ceil().clamp(min=0).long()
+        return (counted >= ordered.gather(0, rank.view(1))).to(entropy.dtype)
 
     def with_bonus(
         self, values: Tensor, entropy: Tensor, selected: Tensor | None, batch: Batch
