@@ -1,9 +1,9 @@
 """What the tests share: the one tolerance rule, a run of a loss with all its gradients, and the watchers of
 memory and GEMMs."""
 
+import itertools
 import math
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -245,47 +245,29 @@ class BodyMode(TorchDispatchMode):
         raise NotImplementedError
 
 
-class AllocationWatcher(BodyMode):
-    """Counts the bytes of the storages that are born while it is on, views and in-place results once.
+class AllocationWatcher:
+    """Counts the bytes that allocators give while it is on, inside of operators too.
 
-    `live` is what is alive now, `peak` the most that was alive at once, `largest` the biggest single
-    allocation. Storages that existed before (an operator's arguments that were never its results) do not
-    count.
+    `peak` is the most that was alive at once, `largest` the biggest single allocation. What existed before
+    does not count.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.largest = 0
-        self._existing: dict[int, weakref.ref] = {}
-        self._sizes: dict[int, int] = {}
-        self._born: dict[int, weakref.ref] = {}
+        self.peak = self.largest = 0
 
-    def observe(self, func, args, kwargs):
-        for tensor in tensors_in((args, tuple(kwargs.values()))):
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._born and key not in self._existing:
-                self._existing[key] = weakref.ref(storage, lambda _, key=key: self._existing.pop(key))
-        result = func(*args, **kwargs)
-        for tensor in tensors_in((result,)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._existing and not tensor.is_meta:
-                self._measure(storage)
-        return result
+    def __enter__(self) -> "AllocationWatcher":
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
+        self._profile.__enter__()
+        return self
 
-    def _measure(self, storage: torch.UntypedStorage) -> None:
-        # An `out=` operator may have grown a storage that is already known.
-        key = storage._cdata
-        if key not in self._born:
-            self._born[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self.live += storage.nbytes() - self._sizes.get(key, 0)
-        self._sizes[key] = storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        self.largest = max(self.largest, storage.nbytes())
-
-    def _forget(self, key: int) -> None:
-        del self._born[key]
-        self.live -= self._sizes.pop(key)
+    def __exit__(self, *error: object) -> None:
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()
+        sizes = [each.nbytes() for each in events if each.name() == "[memory]"]
+        self.largest = max([self.largest, *sizes])
+        self.peak = max([self.peak, *itertools.accumulate(sizes)])
 
 
 class GemmCounter(BodyMode):
