@@ -99,8 +99,8 @@ def rows_of_document(written: dict) -> list[dict]:
     return written.get("rows") or [row for x in sections for row in x["rows"] + x.get("peers", [])]
 
 
-# What takes ten seconds or more.
-LONG = ("tensor-parallel", "convergence")
+# What takes longest. The rows of the heads' losses are those of tests/losses.
+LONG = ("tensor-parallel", "convergence", "medusa", "speculators")
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,9 @@ def test_two_graphs_serve_every_length(loss):
 
 
 FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
-# One loss for each kind of objective and unit. It starts with a graph for one length alone, and a length of
+# One loss of tokens, of pairs and of a teacher. It starts with a graph for one length alone, and a length of
 # one takes a third graph. The others start with the graph for every length; with --all, none does.
-ONE_OF_EACH = ("logprobs", "DPO", "KTO", "GRPO, whole sequences", "JSD", "top-k teacher", "Medusa")
+ONE_OF_EACH = ("logprobs", "DPO", "JSD")
 
 
 # Each differs in its terms alone from a loss that is not here; run with --all.
@@ -158,7 +158,12 @@ SAME_OPERATORS = (
             pytest.param(name, False, id=name, marks=[pytest.mark.slow] if name in SAME_OPERATORS else [])
             for name in every_loss.LOSSES
         ),
-        *(pytest.param(name, True, id=f"{name}, frozen head") for name in FROZEN),
+        *(
+            pytest.param(
+                name, True, id=f"{name}, frozen head", marks=[] if name == "JSD" else [pytest.mark.slow]
+            )
+            for name in FROZEN
+        ),
     ],
 )
 def test_every_loss(name, frozen, everything):
