@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss, SamplerCorrection, linear_logprobs
+from logitless.engine.batch import Batch
 from logitless.losses.grpo_types import LEVELS, TRUST_REGIONS, TYPES
 from logitless.losses.kl_estimators import NAMES as KL_ESTIMATORS
 from logitless.losses.sampler_correction import LEVELS as CORRECTION_LEVELS
@@ -306,3 +307,19 @@ def test_inputs_that_are_refused(loss, inputs, message):
     targets = zeros(*hidden.shape[:-1]).long()
     with pytest.raises(ValueError, match=message):
         loss(hidden, zeros(7, 4), targets, **given)
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("supervised", ["all", "some", "none"])
+def test_tokens_of_the_highest_entropy(quantile, supervised):
+    """Those from the quantile of the supervised tokens on, ties included; with 0 those of the largest one."""
+    generator = torch.Generator("cpu").manual_seed(round(100 * quantile))
+    loss = GRPOLoss(top_entropy_quantile=quantile, compact=False)
+    for n in (1, 5, 11, 40):
+        entropy = torch.randint(7, (n,), generator=generator, device="cpu").to(DEVICE, torch.float32)
+        targets = torch.randint(2, (n,), generator=generator, device="cpu").to(DEVICE)
+        targets = {"all": targets.clamp(min=1), "some": targets, "none": targets * 0}[supervised]
+        batch = Batch(torch.where(targets == 0, -100, targets), 2, {}, ignore_index=-100)
+        known = torch.where(targets == 0, torch.nan, entropy)
+        expected = known >= torch.nanquantile(known, 1 - quantile)
+        torch.testing.assert_close(loss.top_entropy_mask(entropy, batch), expected.float())
