@@ -43,7 +43,8 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 def errors_of(folder: Path, *command: str) -> dict[str, set[int]]:
-    """Lines with errors, by file, as a checker reports them in a folder with copies of the cases."""
+    """Lines with errors, by file, as a checker reports them in a folder with copies of the cases. `command`
+    may name more files."""
     for case in CASES.glob("*.py"):
         shutil.copy(case, folder)
     done = run(folder, *command, "right.py", "wrong.py")
@@ -70,8 +71,8 @@ def marked() -> set[int]:
 # Parts of torch that tensors and modules do not need to be typed: without them mypy takes 5 s, else 16.
 SKIPPED = (
     "_decomp _dynamo _export _functorch _guards _higher_order_ops _inductor _logging _prims _prims_common "
-    "_refs _subclasses ao cuda distributed distributions export func fx jit masked mps mtia nested onnx "
-    "optim package profiler quantization signal sparse testing utils xpu"
+    "_refs _subclasses ao cuda distributions export func fx jit masked mps mtia nested onnx "
+    "package profiler quantization signal sparse testing utils xpu"
 ).split()
 
 
@@ -80,26 +81,24 @@ needs_mypy = pytest.mark.skipif(
 )
 
 
+# What mypy's strict options ask for beyond its standard ones.
+STRICT = (
+    "disallow_untyped_defs disallow_incomplete_defs disallow_untyped_calls disallow_any_generics "
+    "disallow_subclassing_any disallow_untyped_decorators warn_return_any warn_unused_ignores strict_equality"
+).split()
+
+
 @needs_mypy
 def test_mypy(tmp_path):
+    """The README's blocks as pasted too, by mypy's own standards: they annotate nothing, so not by its strict
+    ones."""
     skipped = ",".join(f"torch.{name}.*" for name in SKIPPED)
     (tmp_path / "mypy.ini").write_text(
-        "[mypy]\nstrict = True\nfollow_imports = silent\n"
-        f"[mypy-{skipped},numpy.*,sympy.*,triton.*]\nfollow_imports = skip\n"
-    )
-    assert errors_of(tmp_path, "mypy") == {"wrong.py": marked()}
-
-
-@needs_mypy
-def test_mypy_on_the_readme(tmp_path):
-    """Its blocks as pasted, by mypy's own standards: they annotate nothing, so not by its strict ones."""
-    skipped = ",".join(f"torch.{name}.*" for name in SKIPPED if name not in ("distributed", "optim"))
-    (tmp_path / "mypy.ini").write_text(
-        "[mypy]\ncheck_untyped_defs = True\nignore_missing_imports = True\nfollow_imports = silent\n"
+        "[mypy]\nstrict = True\nignore_missing_imports = True\nfollow_imports = silent\n"
         f"[mypy-{skipped},numpy.*,sympy.*,triton.*,transformers.*,trl.*]\nfollow_imports = skip\n"
+        "[mypy-readme]\n" + "\n".join(f"{name} = False" for name in STRICT)
     )
-    done = run(tmp_path, "mypy", readme_in(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert errors_of(tmp_path, "mypy", readme_in(tmp_path)) == {"wrong.py": marked()}
 
 
 PYRIGHT = next((name for name in ("pyright", "basedpyright") if importlib.util.find_spec(name)), None)
