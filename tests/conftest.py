@@ -65,21 +65,21 @@ def pytest_collection_finish() -> None:
     spare_the_collector()
 
 
-# Compilers and trainers make many objects that live on, in which the collector looks in vain: a tenth to a
-# fifth of their tests' time.
+# With the default threshold, garbage collections take a tenth to a fifth of the time of tests that compile or
+# train.
 gc.set_threshold(100_000)
 
 
 def spare_the_collector() -> None:
-    """Takes what is there, nearly half a million objects, out of later garbage collections."""
+    """Freeze all objects, nearly half a million, so that later garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def spared() -> None:
-    """Also what the modules before have imported and left. Accelerate collects no garbage: it would in each
-    training run, a tenth to a fifth of the trainers' tests."""
+    """Freeze the objects of earlier modules too, and turn off accelerate's garbage collection, which runs
+    several times in each training run."""
     spare_the_collector()
     if memory := sys.modules.get("accelerate.utils.memory"):
         memory.gc = SimpleNamespace(collect=lambda: 0)

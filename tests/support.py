@@ -205,15 +205,6 @@ def host_reads() -> Iterator[list[str]]:
         yield places
 
 
-def tensors_in(values: Iterable) -> Iterator[Tensor]:
-    """Tensors among an operator's arguments or results, those in lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-
-
 class BodyMode(TorchDispatchMode):
     """A dispatch mode that also sees what happens inside custom operators.
 

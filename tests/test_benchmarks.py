@@ -99,7 +99,7 @@ def rows_of_document(written: dict) -> list[dict]:
     return written.get("rows") or [row for x in sections for row in x["rows"] + x.get("peers", [])]
 
 
-# What takes longest. The rows of the heads' losses are those of tests/losses.
+# Commands that take longest: they run with --all.
 LONG = ("tensor-parallel", "convergence", "medusa", "speculators")
 
 

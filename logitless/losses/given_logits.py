@@ -155,7 +155,7 @@ def cross_entropy(
     else:
         _, stats = _statistics(flat, loss, batch)
         values, _ = _evaluated(loss, dict(stats.items()), batch, factor, differentiate=False)
-    # A view is made here and not in the Function: autograd refuses to change a view from a Function in place.
+    # The views are made here, because autograd refuses in-place changes of a view that a Function returns.
     values = values.view(shape if reduction == "none" else ())
     if counts is not None:
         # The last statement, because a GPU that has computed the gradient waits for what the host does next.
@@ -446,7 +446,7 @@ class _LinearLosses(torch.autograd.Function):
         )
         ctx.save_for_backward(*tensors)
         ctx.is_first = True
-        return values if loss.reduction == "none" else values.sum(0, keepdim=True)  # no view
+        return values if loss.reduction == "none" else values.sum(0, keepdim=True)
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None):

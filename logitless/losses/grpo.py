@@ -411,10 +411,12 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         all_tokens = batch.all_gather_tokens(counted)
         if not all_tokens.shape[0]:
             return None
-        # The tokens above `torch.nanquantile`, which torch.compile of torch 2.11 cannot trace.
+        # The same tokens as `counted >= torch.nanquantile(...)`, which torch 2.11 cannot trace with symbolic
+        # sizes. The rank is rounded in the dtype of the entropy, as there.
         ordered = all_tokens.sort().values  # NaN last
-        last = (~ordered.isnan()).sum().to(ordered.dtype) - 1
-        rank = ((1 - self.top_entropy_quantile) * last).ceil().clamp(min=0).long()
+        last = (~ordered.isnan()).sum() - 1
+        rank = ((1 - self.top_entropy_quantile) * last.to(ordered.dtype)).ceil().long()
+        rank = torch.minimum(rank, last).clamp(min=0)  # fp32 rounds more than 2^24 tokens
         return (counted >= ordered.gather(0, rank.view(1))).to(entropy.dtype)
 
     def with_bonus(

@@ -241,7 +241,7 @@ def test_no_second_derivative(operator):
         gradient.sum().backward()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="a graph holds the operator, whose kernel it does not see")
+@pytest.mark.skipif(INTERPRETED, reason="the graph is that of the run without TRITON_INTERPRET")
 @operators
 def test_compiles_into_one_graph(operator):
     given = operator.operands(BF16)

@@ -323,3 +323,11 @@ def test_tokens_of_the_highest_entropy(quantile, supervised):
         known = torch.where(targets == 0, torch.nan, entropy)
         expected = known >= torch.nanquantile(known, 1 - quantile)
         torch.testing.assert_close(loss.top_entropy_mask(entropy, batch), expected.float())
+
+
+def test_a_rank_that_is_rounded_up_keeps_the_largest_entropy():
+    """As fp32 rounds the number of more than 2^24 tokens: bf16 rounds 259 to 260."""
+    entropy = torch.arange(260, device=DEVICE).div(260).bfloat16()
+    batch = Batch(torch.zeros(260, dtype=torch.int64, device=DEVICE), 2, {})
+    kept = GRPOLoss(top_entropy_quantile=0.0).top_entropy_mask(entropy, batch)
+    torch.testing.assert_close(kept, (entropy == entropy.max()).bfloat16())
