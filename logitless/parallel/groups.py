@@ -2,15 +2,17 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from logitless.errors import type_error, value_error
-from logitless.parallel.fsdp import as_fsdp_reduces
+from logitless.parallel.fsdp import ScaledGradient, as_fsdp_reduces
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Partial
 
 
 # Types of tensors that are neither sharded nor quantized.
@@ -116,9 +118,20 @@ def whole(x: Tensor) -> Tensor:
 
 def gathered(x: "DTensor") -> Tensor:
     """Gather a sharded parameter; the backward pass averages its gradient over the ranks."""
+    x, average = _averaged(x, x.device_mesh.size())
+    return x.full_tensor(grad_placements=[average] * x.device_mesh.ndim)
+
+
+def _averaged(x: "DTensor", ranks: int) -> tuple["DTensor", "Partial"]:
+    """Return x and the gradient placement that together average the gradient of x over `ranks`.
+
+    In a compiled graph the gradient is summed, then divided: torch 2.11 traces `Partial("avg")` as a sum.
+    """
     from torch.distributed.tensor import Partial
 
-    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
+    if not torch.compiler.is_compiling():
+        return x, Partial("avg")
+    return ScaledGradient.apply(x, 1 / ranks) if x.requires_grad else x, Partial("sum")
 
 
 def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
@@ -126,7 +139,7 @@ def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
 
     Over all other mesh dimensions, the parameter is gathered, and its gradient is averaged.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     mesh = x.device_mesh
     at = next((dim for dim in range(mesh.ndim) if mesh.get_group(dim).group_name == group.group_name), None)
@@ -139,5 +152,6 @@ def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
     if not sharded:
         raise value_error(name, "Shard(0) on the dimension of tp_group", x.placements[at], remedy)
     placed = [Shard(0) if dim == at else Replicate() for dim in range(mesh.ndim)]
-    grads = [Shard(0) if dim == at else Partial("avg") for dim in range(mesh.ndim)]
+    x, average = _averaged(x, mesh.size() // mesh.size(at))
+    grads = [Shard(0) if dim == at else average for dim in range(mesh.ndim)]
     return x.redistribute(placements=placed).to_local(grad_placements=grads)

@@ -198,6 +198,7 @@ def test_ranks_with_other_tokens(ranks, kind):
         assert OTHER_TOKENS in str(actual[kind]), actual[kind]
 
 
+@trains
 def test_a_trainer_that_rolls_out_is_refused(ranks):
     for actual in ranks:
         assert "model: expected no tensor-parallel plan" in str(actual[REFUSED]), actual[REFUSED]
