@@ -114,7 +114,7 @@ def assert_two_graphs(loss: Callable, batches: list[tuple]) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("loss", [ce_object, ce_none, ce_shifted])
+@pytest.mark.parametrize("loss", [pytest.param(ce_object, marks=pytest.mark.slow), ce_none, ce_shifted])
 def test_two_graphs_serve_every_length(loss):
     model = Model(loss)
     compiled, counter = compile_counted(model)

@@ -556,7 +556,11 @@ def test_an_unchecked_model_is_not_compiled_silently(patched_on_meta):
 
 @pytest.mark.parametrize(
     "family, options",
-    [("llama", {}), ("gemma2", {}), pytest.param("mixtral", ROUTED, marks=pytest.mark.slow)],
+    [
+        pytest.param("llama", {}, marks=pytest.mark.slow),
+        ("gemma2", {}),
+        pytest.param("mixtral", ROUTED, marks=pytest.mark.slow),
+    ],
 )
 def test_compiles_into_one_graph(family, options):
     model = tiny_model(family, **options)

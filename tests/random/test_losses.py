@@ -128,8 +128,9 @@ SEARCHES |= {
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_loss(name):
-    search(*SEARCHES[name], REPEATED, max_examples=5 if "wrong" in name else 40)
+def test_loss(name, everything):
+    usual = 40 if everything else 20
+    search(*SEARCHES[name], REPEATED, max_examples=5 if "wrong" in name else usual)
 
 
 # Every formula with the options that change it: what a search draws may leave one out.
@@ -237,8 +238,20 @@ def graphs(monkeypatch) -> dict:
     return compiled._GRAPHS
 
 
+# Without --all on a CPU: each loss's first and last formula, and every third of all.
+FIRST, LAST = dict(FORMULAS[::-1]), dict(FORMULAS)
+IN_GRAPHS = [
+    pytest.param(
+        name,
+        options,
+        marks=[] if at % 3 == 0 or options in (FIRST[name], LAST[name]) else pytest.mark.repeats,
+    )
+    for at, (name, options) in enumerate(FORMULAS)
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), FORMULAS + MASKED, ids=lambda x: x if isinstance(x, str) else str(x)
+    ("name", "options"), [*IN_GRAPHS, *MASKED], ids=lambda x: x if isinstance(x, str) else str(x)
 )
 def test_every_formula_in_a_graph(graphs, everything, name, options):
     """It has the results of the uncompiled evaluation. One graph serves every number of rows and sequences,
