@@ -39,11 +39,12 @@ class ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def as_fsdp_reduces(name: str, x: "DTensor") -> "DTensor":
-    """Scale the gradient of a sharded parameter, so that its average over the mesh is FSDP2's gradient."""
-    if not x.requires_grad or "torch.distributed.fsdp" not in sys.modules:
+def as_fsdp_reduces(name: str, x: "DTensor", ranks: int) -> "DTensor":
+    """Scale the gradient of a sharded parameter, so that its sum over `ranks` ranks is FSDP2's gradient, or
+    the average if x is not a parameter of FSDP2."""
+    if not x.requires_grad:
         return x
-    factor = mean_factor(name, x)
+    factor = (mean_factor(name, x) if "torch.distributed.fsdp" in sys.modules else 1.0) / ranks
     return x if factor == 1.0 else ScaledGradient.apply(x, factor)
 
 

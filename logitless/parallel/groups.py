@@ -2,17 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from logitless.errors import type_error, value_error
-from logitless.parallel.fsdp import ScaledGradient, as_fsdp_reduces
+from logitless.parallel.fsdp import as_fsdp_reduces
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Partial
 
 
 # Types of tensors that are neither sharded nor quantized.
@@ -87,8 +85,7 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
     if x is None or type(x) in PLAIN:
         return x
     if is_dtensor(x):
-        x = as_fsdp_reduces(name, x)
-        return gathered(x) if tp_group is None else _local_rows(name, x, tp_group)
+        return gathered(name, x) if tp_group is None else _local_rows(name, x, tp_group)
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     quantized = isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)
@@ -116,30 +113,21 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_dtensor(x) else x
 
 
-def gathered(x: "DTensor") -> Tensor:
-    """Gather a sharded parameter; the backward pass averages its gradient over the ranks."""
-    x, average = _averaged(x, x.device_mesh.size())
-    return x.full_tensor(grad_placements=[average] * x.device_mesh.ndim)
-
-
-def _averaged(x: "DTensor", ranks: int) -> tuple["DTensor", "Partial"]:
-    """Return x and the gradient placement that together average the gradient of x over `ranks`.
-
-    In a compiled graph the gradient is summed, then divided: torch 2.11 traces `Partial("avg")` as a sum.
-    """
+def gathered(name: str, x: "DTensor") -> Tensor:
+    """Gather a sharded parameter; its gradient is averaged over the ranks, or reduced as FSDP2 reduces it."""
     from torch.distributed.tensor import Partial
 
-    if not torch.compiler.is_compiling():
-        return x, Partial("avg")
-    return ScaledGradient.apply(x, 1 / ranks) if x.requires_grad else x, Partial("sum")
+    # No Partial("avg"): in a compiled call, torch 2.11 takes it for Partial("sum").
+    x = as_fsdp_reduces(name, x, x.device_mesh.size())
+    return x.full_tensor(grad_placements=[Partial("sum")] * x.device_mesh.ndim)
 
 
 def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
     """Return this rank's rows of a head or its bias, which are sharded over `group`.
 
-    Over all other mesh dimensions, the parameter is gathered, and its gradient is averaged.
+    Over all other mesh dimensions, the parameter is gathered, and its gradient is reduced as in `gathered`.
     """
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh = x.device_mesh
     at = next((dim for dim in range(mesh.ndim) if mesh.get_group(dim).group_name == group.group_name), None)
@@ -152,6 +140,6 @@ def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
     if not sharded:
         raise value_error(name, "Shard(0) on the dimension of tp_group", x.placements[at], remedy)
     placed = [Shard(0) if dim == at else Replicate() for dim in range(mesh.ndim)]
-    x, average = _averaged(x, mesh.size() // mesh.size(at))
-    grads = [Shard(0) if dim == at else average for dim in range(mesh.ndim)]
+    grads = [Shard(0) if dim == at else Partial("sum") for dim in range(mesh.ndim)]
+    x = as_fsdp_reduces(name, x, mesh.size() // mesh.size(at))
     return x.redistribute(placements=placed).to_local(grad_placements=grads)

@@ -238,13 +238,7 @@ ELSEWHERE = (
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the recorder takes the kernels' place either way")
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(x, id=name, marks=pytest.mark.repeats if name == "fp16" else [])
-        for name, x in DTYPES.items()
-    ],
-)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_launchers_ask_for_nothing_else(launches, dtype):
     widths = {None, torch.float32}
     for logits_dtype, bias, softcap, autocast in itertools.product(

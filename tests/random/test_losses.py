@@ -187,8 +187,16 @@ FORMULAS = (
     ),
     *(("distillation", {"divergence": "jsd", "beta": beta}) for beta in (0.0, 0.1, 0.5, 1.0)),
 )
+# Options by loss.
+FIRST, LAST = dict(FORMULAS[::-1]), dict(FORMULAS)
 # The graphs that mask ignored rows: those of static rows as well.
-MASKED = tuple((name, options | {"compact": False}) for name, options in {x[0]: x for x in FORMULAS}.values())
+MASKED = tuple((name, options | {"compact": False}) for name, options in LAST.items())
+# Without --all on a CPU: the first and the last formula of each loss, and every third of all.
+IN_GRAPHS = [
+    pytest.param(name, options, marks=[] if usual else pytest.mark.repeats)
+    for at, (name, options) in enumerate(FORMULAS)
+    for usual in [at % 3 == 0 or options in (FIRST[name], LAST[name])]
+]
 FORMULA_INPUTS = {
     "cross-entropy": {"class_weights": True, "token_weights": True},
     "DPO": {"reference": "tokens"},
@@ -238,18 +246,6 @@ def graphs(monkeypatch) -> dict:
     return compiled._GRAPHS
 
 
-# Without --all on a CPU: each loss's first and last formula, and every third of all.
-FIRST, LAST = dict(FORMULAS[::-1]), dict(FORMULAS)
-IN_GRAPHS = [
-    pytest.param(
-        name,
-        options,
-        marks=[] if at % 3 == 0 or options in (FIRST[name], LAST[name]) else pytest.mark.repeats,
-    )
-    for at, (name, options) in enumerate(FORMULAS)
-]
-
-
 @pytest.mark.parametrize(
     ("name", "options"), [*IN_GRAPHS, *MASKED], ids=lambda x: x if isinstance(x, str) else str(x)
 )
@@ -258,8 +254,7 @@ def test_every_formula_in_a_graph(graphs, everything, name, options):
     except that a single group has its own, which without --all each loss makes of its first formula."""
     case = formula(name, options)
     several = (case.lengths, (6, 1, 7, 3, 2, 2, 5, 4))
-    is_first = options is next(others for other, others in FORMULAS if other == name)
-    single = [case.lengths[: max(1, FAMILIES[name].group)]] if everything or is_first else []
+    single = [case.lengths[: max(1, FAMILIES[name].group)]] if everything or options == FIRST[name] else []
     for seed, lengths in enumerate((*several, *single)):
         w = World(replace(case, lengths=lengths, seed=seed))
         w.inputs = FAMILIES[name].given(w)

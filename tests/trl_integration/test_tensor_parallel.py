@@ -87,7 +87,7 @@ def run(kind: str, what: str, folder, flag: bool) -> dict:
     }
 
 
-def refused(x):
+def refused(name, x):
     raise AssertionError("a head in shards was gathered")
 
 
