@@ -1,7 +1,7 @@
 """The cases that tests of several losses share: dtypes, ragged shapes, what is trainable, operands and
 covering arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -56,6 +56,12 @@ def trained(trainable: str, h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
     """Switches requires_grad on for the operands that `TRAINABLE[trainable]` names, and returns those."""
     named = {"hidden": h, "weight": w, "bias": b}
     return [named[name].requires_grad_() for name in TRAINABLE[trainable]]
+
+
+def usually(usual: Iterable, values: Iterable) -> list:
+    """The values as parameters, of which all but the usual ones are left out without --all."""
+    usual = tuple(usual)
+    return [pytest.param(x, marks=[] if x in usual else pytest.mark.slow) for x in values]
 
 
 def covering_array(

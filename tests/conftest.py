@@ -16,6 +16,7 @@ os.environ.setdefault("LOGITLESS_CUDA_GRAPHS", "0")
 
 import gc  # noqa: E402
 import logging  # noqa: E402
+from collections import Counter  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
@@ -40,13 +41,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked slow, without --all, and on a CPU what is marked repeats."""
+    """Leaves out what is marked slow, without --all, and on a CPU what is marked repeats, and of a test that
+    is marked `one_of(n)` all but the first of each n cases whose ids begin with the same parameter."""
     if config.getoption("--all"):
         return
-    marks = {"slow"} if support.DEVICE.type == "cuda" else {"slow", "repeats"}
-    kept, left_out = [], []
+    on_gpu = support.DEVICE.type == "cuda"
+    marks = {"slow"} if on_gpu else {"slow", "repeats"}
+    kept, left_out, cases = [], [], Counter()
     for item in items:
-        (kept if marks.isdisjoint(mark.name for mark in item.iter_markers()) else left_out).append(item)
+        keeps = marks.isdisjoint(mark.name for mark in item.iter_markers())
+        if keeps and not on_gpu and (share := item.get_closest_marker("one_of")):
+            first = item.nodeid.removesuffix("]").partition("-")[0]
+            keeps = cases[first] % share.args[0] == 0
+            cases[first] += 1
+        (kept if keeps else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

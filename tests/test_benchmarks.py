@@ -36,6 +36,7 @@ from benchmarks.peers.preference import eager_loss as eager_preference
 from benchmarks.peers.speculators import eager_loss as eager_draft
 from benchmarks.proof import tables
 from benchmarks.regressions import compare_trees, own_rows
+from tests.cases import usually
 from tests.ranks import forked
 from tests.support import run_uncompiled
 
@@ -100,12 +101,23 @@ def rows_of_document(written: dict) -> list[dict]:
 
 
 # Commands that take longest: they run with --all.
-LONG = ("tensor-parallel", "convergence", "medusa", "speculators")
-
-
-@pytest.mark.parametrize(
-    "command", [pytest.param(x, marks=[pytest.mark.slow] if x in LONG else []) for x in COMMANDS]
+LONG = (
+    "tensor-parallel",
+    "convergence",
+    "medusa",
+    "speculators",
+    "policy",
+    "topk",
+    "orpo-batch",
+    "usecase",
+    "activations",
+    "preference",
+    "recipes",
+    "dpo-length",
 )
+
+
+@pytest.mark.parametrize("command", usually({*COMMANDS} - {*LONG}, COMMANDS))
 def test_command(command, tmp_path, monkeypatch, uncompiled):
     if command in NEED_TRL:
         pytest.importorskip("trl")
@@ -146,6 +158,7 @@ def test_another_file_of_a_command(options, name, tmp_path, uncompiled):
         assert row["verdict"] == "ok", row
 
 
+@pytest.mark.slow
 def test_steps_with_lora(tmp_path):
     """A row with an adapter is compared with the stock trainer with the same adapter."""
     pytest.importorskip("trl")

@@ -66,6 +66,7 @@ def test_num_items_of_the_loss_of_pairs_counts_pairs():
     torch.testing.assert_close(names["share"].loss, -logps[:2].mean() + margin.sum() / 8)
 
 
+@pytest.mark.slow
 def test_the_notebook_shows_equal_curves_and_less_memory():
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib").use("Agg")

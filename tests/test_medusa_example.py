@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 medusa = example("medusa")
 
 
+@pytest.mark.slow
 def test_heads_learn_in_both_stages(monkeypatch):
     for name, size in {"HIDDEN": 96, "LAYERS": 1, "ROWS": 4, "CORPUS": 2**19}.items():
         monkeypatch.setattr(medusa, name, size)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.cases import usually
 from tests.commands import EXAMPLES, example, output_of
 
 pytest.importorskip("trl")
@@ -28,7 +29,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", usually(["sft", "dpo", "grpo"], SCRIPTS))
 def test_tiny_run(name):
     metric, rises, strategies = SCRIPTS[name]
     output = output_of(example(name).main, "--steps", "12")
@@ -45,7 +46,7 @@ def test_a_loop_without_a_trainer():
     assert actual and float(actual[2]) > float(actual[1]), output[-1000:]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", usually(["distill"], SCRIPTS))
 def test_named_model_and_data(tmp_path, name):
     """As at real size, from a folder; with TRL's own loss, and the model kept."""
     path = tiny_start.tiny_model(tmp_path)

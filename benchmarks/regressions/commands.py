@@ -77,12 +77,19 @@ def compare_two_trees(
 
 def counts(
     out: Annotated[Path, typer.Option(help="The JSON file, with which a test compares.")] = counted.FILE,
+    machines: Annotated[
+        list[str] | None,
+        typer.Option("--machine", help="Only this machine of the table, for another file; repeatable."),
+    ] = None,
 ) -> None:
     """What a warm call executes on a CPU and on a simulated Hopper GPU: Python calls, functions, records,
     opcodes, operators and launches. The same in every run."""
+    chosen = list(counted.MACHINES) if machines is None else machines
+    if not {*chosen} <= {*counted.MACHINES} or (machines and out == counted.FILE):
+        raise typer.BadParameter(f"--machine: expected some of {', '.join(counted.MACHINES)}, and --out")
     versions = {"trl": package_version("trl")}
     document = new_document("counts", torch.device("cpu"), quick=False, versions=versions)
-    counted.run(document)
+    counted.run(document, chosen)
     write_json(out, document)
     finish(out)
     typer.echo(counted.table(document))

@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -145,13 +145,13 @@ def sft_step(dtype: torch.dtype, folder: Path) -> Call:
     return Call(list(model.parameters()), lambda: trainer.training_step(model, dict(batch), tokens))
 
 
-def run(document: dict) -> None:
+def run(document: dict, machines: Iterable[str]) -> None:
     """Fill `document`. Each machine is measured in a separate process, a fork of this one."""
     if find_spec("trl"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import benchmarks.models.trainer_steps  # noqa: F401
     document["machines"] = {}
-    for machine in MACHINES:
+    for machine in machines:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
             document["machines"][machine] = pool.submit(on_machine, machine).result()
     document["complete"] = True

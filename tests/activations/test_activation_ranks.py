@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from logitless.models import fit_activations, fuse_layers
+from tests.cases import usually
 from tests.layers.tiny import Step, tiny
 from tests.ranks import in_processes
 
 LAYERS = 3
 KINDS = ("FSDP2", "FSDP2, budget first", "FSDP2, bf16", "DDP")
+USUAL = ("FSDP2", "DDP")
 # Of what all layers hold when they are kept; the ranks have batches of other lengths, and so other plans.
 SHARES = (0.2, 0.45, 0.7, 1.0)
 
@@ -82,16 +84,16 @@ def run(kind: str) -> dict:
     return actual
 
 
-def every_kind() -> dict:
-    return {kind: run(kind) for kind in KINDS}
+def each_of(kinds: tuple[str, ...]) -> dict:
+    return {kind: run(kind) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    return in_processes(2, every_kind)
+def ranks(request) -> list[dict]:
+    return in_processes(2, each_of, KINDS if request.config.getoption("--all") else USUAL)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usually(USUAL, KINDS))
 def test_gradients_are_equal_under_two_processes(ranks, kind):
     for rank in ranks:
         actual, levels = rank[kind], set()

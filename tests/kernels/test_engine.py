@@ -102,7 +102,9 @@ def test_logprobs(several, trainable, logits_dtype, dtype):
 
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pairs
-@pytest.mark.parametrize("support", ["union", "given", "gathered"])
+@pytest.mark.parametrize(
+    "support", ["given", *(pytest.param(x, marks=pytest.mark.repeats) for x in ("union", "gathered"))]
+)
 def test_supports(support, logits_dtype, dtype):
     generator = torch.Generator("cpu").manual_seed(3)
     teacher = torch.randn(11, 7, generator=generator), torch.randn(SHAPE[2], 7, generator=generator)

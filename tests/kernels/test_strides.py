@@ -135,6 +135,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.one_of(3)
 @layouts
 @dtypes
 @pytest.mark.parametrize(("call", "names"), OPERATORS.values(), ids=OPERATORS)

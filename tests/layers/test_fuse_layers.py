@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from logitless.models import fuse_layers
+from tests.cases import usually
 from tests.layers.tiny import (
     ADD_NORM,
     FAMILIES,
@@ -55,7 +56,7 @@ def test_loss_and_gradients_in_fp32_are_those_of_the_stock_model(family):
     assert_same(step(model), expected)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp32 under autocast", "fp16"])
+@pytest.mark.parametrize("kind", usually(["bf16"], ["bf16", "fp32 under autocast", "fp16"]))
 def test_the_error_against_fp64_is_that_of_the_stock_models(kind):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
     # More tokens than in the other tests: of a few, the error is a lottery.

@@ -80,7 +80,7 @@ def test_results_and_gradients(rows, columns, ranks, ps, dtype, x_dtype, monkeyp
 
 
 def test_masks_are_random_and_differ():
-    x = torch.ones(300, 200, dtype=BF16, device=DEVICE)
+    x = torch.ones(100, 200, dtype=BF16, device=DEVICE)
 
     def draw(seed: int, p: float) -> Tensor:
         torch.manual_seed(seed)
@@ -88,16 +88,16 @@ def test_masks_are_random_and_differ():
 
     masks = draw(0, 0.3)
     assert torch.equal(draw(0, 0.3), masks) and not torch.equal(draw(1, 0.3), masks)
-    # 60,000 elements a mask: a standard deviation of 0.0019.
-    assert ((masks.float().mean((1, 2)) - 0.7).abs() < 0.008).all()
-    assert ((masks.float().mean((0, 1)) - 0.7).abs() < 0.08).all()
+    # 20,000 elements a mask: a standard deviation of 0.0032.
+    assert ((masks.float().mean((1, 2)) - 0.7).abs() < 0.013).all()
+    assert ((masks.float().mean((0, 1)) - 0.7).abs() < 0.12).all()
     # Independent of the other masks, of the next row, of the next column, and of the next bit.
     apart = [
         (masks, masks.roll(shift, dims))
         for shift, dims in ((1, 0), (1, 1), (1, 2), (16, 2), (128, 2), (8, 1))
     ]
-    assert all(((a & b).float().mean() - 0.49).abs() < 0.01 for a, b in apart)
-    assert torch.cat([draw(0, 0.05), draw(1, 0.05)]).float().mean().item() == pytest.approx(0.95, abs=0.003)
+    assert all(((a & b).float().mean() - 0.49).abs() < 0.016 for a, b in apart)
+    assert torch.cat([draw(0, 0.05), draw(1, 0.05)]).float().mean().item() == pytest.approx(0.95, abs=0.004)
     assert draw(0, 1e-6).all()
 
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from logitless import CrossEntropyLoss, LogitsLoss, MedusaHeads, Term, linear_cross_entropy
 from logitless.kernels.head.cross_entropy import twin_bytes
+from tests.cases import usually
 from tests.losses import every_loss
 from tests.support import DEVICE, EngineCalls, uncompiled
 
@@ -114,7 +115,8 @@ def assert_two_graphs(loss: Callable, batches: list[tuple]) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("loss", [pytest.param(ce_object, marks=pytest.mark.slow), ce_none, ce_shifted])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [ce_object, ce_none, ce_shifted])
 def test_two_graphs_serve_every_length(loss):
     model = Model(loss)
     compiled, counter = compile_counted(model)
@@ -133,8 +135,19 @@ FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
 ONE_OF_EACH = ("logprobs", "DPO", "JSD")
 
 
-# Each differs in its terms alone from a loss that is not here; run with --all.
+# Losses of the same operators as one that is not here, and other terms; run with --all.
 SAME_OPERATORS = (
+    "PPO",
+    "GRPO, whole sequences",
+    "KTO",
+    "ORPO",
+    "cosine",
+    "reverse_kl",
+    "multi-token",
+    "support, top-k teacher",
+    "top-k teacher",
+    "JSD",
+    "own TokenLoss",
     "GRPO, corrected",
     "GRPO, top entropy",
     "RLOO",
@@ -223,9 +236,7 @@ UNREDUCED |= {"several metrics": repeated}
 USUAL = ("several metrics", "JSD")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in USUAL else pytest.mark.slow) for x in UNREDUCED]
-)
+@pytest.mark.parametrize("name", usually(USUAL, UNREDUCED))
 def test_every_unreduced_loss(name):
     def step(x):
         value, *metrics = UNREDUCED[name](x.with_hidden(torch.tanh), None, reduction="none")
@@ -273,12 +284,13 @@ class SwitchedHeads(MedusaHeads):
         return nn.Sequential(*layers, nn.Tanh()) if self.squashed else layers
 
 
+@pytest.mark.slow
 def test_heads_of_another_kind_are_compiled_anew():
     """A graph finds the blocks by a name: not those of the first module that was compiled, nor those of a
     copy that is gone."""
     x, loss = every_loss.given(6), every_loss.LOSSES["Medusa"]
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for squashed in (False, True, False):
+    for squashed in (False, True):
         heads = SwitchedHeads(every_loss.H, every_loss.V, 2, device=DEVICE)
         heads.squashed = squashed
         heads.load_state_dict(every_loss.heads().state_dict())

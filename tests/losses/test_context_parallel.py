@@ -403,7 +403,7 @@ def is_possible(what: str, ranks: int) -> bool:
     return what != "column" or ranks == 2
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.repeats), 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.repeats)], ids="{} ranks".format)
 def ranks(request):
     """What each rank found."""
     return on_devices(request.param, everything)

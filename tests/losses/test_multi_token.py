@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from logitless import MedusaHeads, MedusaLoss, MultiTokenLoss
-from tests.cases import covering_array
+from tests.cases import covering_array, usually
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, relative_error
 
 H, V = 12, 150
@@ -130,7 +130,7 @@ def test_heads_start_as_the_base_model_and_have_the_reference_layout():
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", usually([2], [1, 2]))
 def test_memory_does_not_grow_with_the_heads(stage):
     """Beyond the gradients: the budget, one d_weight in fp32, the d_hidden of a head and the sum of all."""
     N, hidden_size, vocab, budget = 300, 64, 4000, 2**20

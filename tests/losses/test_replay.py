@@ -104,7 +104,7 @@ def has_effect(case: dict) -> bool:
 
 
 @one_row_warning
-@pytest.mark.parametrize("chosen", covering_array(FACTORS, has_effect))
+@pytest.mark.parametrize("chosen", covering_array(FACTORS, has_effect, repeats=True))
 def test_pairs_of_options(chosen, monkeypatch):
     kind, settings = VARIANTS[chosen["name"]]
     case, requires, dtype = Case(kind, settings, chosen["sizes"]), chosen["requires"], chosen["dtype"]

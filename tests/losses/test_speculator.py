@@ -428,6 +428,7 @@ def test_products(what, steps, budget):
     assert counter.gemms == draft + verifier
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("divergence", ["lk_hybrid", "jsd"])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("teacher_softmax", ["full", "draft"])
@@ -526,7 +527,7 @@ def test_bad_calls():
         SpeculatorLoss()(w.hiddens, w.weight)
 
 
-def test_compiled_and_accumulated():
+def test_compiled_and_accumulated(everything):
     w, loss = World(dtype=torch.float32), SpeculatorLoss(divergence="lk_hybrid", drop_outside=True)
     given = call_of(w, mask=w.mask)
 
@@ -535,7 +536,7 @@ def test_compiled_and_accumulated():
         return out.loss.square().sum(), *out.metrics.values()
 
     graph = torch.compile(value, backend="aot_eager", fullgraph=True)
-    for each in (replace(loss, reduction="none"), loss):
+    for each in (loss, replace(loss, reduction="none"))[: 2 if everything else 1]:
         numbers, compiled_numbers = value(each), graph(each)
         torch.testing.assert_close(numbers, compiled_numbers)
         plain, compiled = (torch.autograd.grad(x[0], w.trained()) for x in (numbers, compiled_numbers))

@@ -554,12 +554,13 @@ def test_an_unchecked_model_is_not_compiled_silently(patched_on_meta):
             torch.compile(model, backend="eager", fullgraph=True)(**INPUTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, options",
     [
-        pytest.param("llama", {}, marks=pytest.mark.slow),
+        ("llama", {}),
         ("gemma2", {}),
-        pytest.param("mixtral", ROUTED, marks=pytest.mark.slow),
+        ("mixtral", ROUTED),
     ],
 )
 def test_compiles_into_one_graph(family, options):

@@ -6,6 +6,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from logitless.trl_integration import apply_to
+from tests.cases import usually
 from tests.support import EngineCalls
 
 from .compare import our_pair, unchanged
@@ -16,7 +17,7 @@ from .tiny import assert_same_gradients, tiny_model
 COMPILED = {"SFT": ["solve"], "GRPO": ["statistics", "gradients"], "ORPO": []}
 
 
-@pytest.mark.parametrize("kind", ["SFT", pytest.param("GRPO", marks=pytest.mark.slow), "ORPO"])
+@pytest.mark.parametrize("kind", usually((), ["SFT", "GRPO", "ORPO"]))
 def test_compiled_model(folder, kind):
     """The passes are operators of the graph, one each; picked logits are read outside of it."""
     given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -145,7 +146,7 @@ def test_dpo_reference_that_follows_the_policy(folder):
 PREDICTING = [kind for kind in ALL if kind not in ("OnlineDPO", "A2PO")]
 
 
-@pytest.mark.parametrize("kind", PREDICTING)
+@pytest.mark.parametrize("kind", usually(("SFT", "DPO", "KTO", "GRPO", "GKD", "IWOPD"), PREDICTING))
 def test_evaluation_and_predictions(folder, monkeypatch, kind):
     """The evaluation loss without logits, and what is predicted, where stock predicts: its own logits."""
     serve(monkeypatch)

@@ -16,6 +16,7 @@ from logitless.models.heads import base_of
 from logitless.trl_integration import patch_model
 from logitless.trl_integration.head import attach_fused_head
 from logitless.trl_integration.per_token import make_per_token_fields
+from tests.cases import usually
 from tests.ranks import device_type, on_devices, to_rank_device
 from tests.support import uncompiled
 
@@ -26,6 +27,8 @@ from .tiny import IDS, LABELS, tiny_model, train, words
 pytestmark = pytest.mark.ranks
 
 STEPS = 2
+# One trainer of tokens, of pairs, of groups and of a teacher; the others, and IW-OPD, with --all.
+USUAL = ("SFT", "DPO", "GRPO", "GKD")
 # TRL divides GKD's sum over tokens by those of all processes but does not multiply it by their number, which
 # DDP's average then takes away.
 SHARE = {"GKD": 0.5}
@@ -55,29 +58,34 @@ def run(kind: str, folder, **changes) -> dict:
     return {"gradients": done.gradients[0], "weights": done.weights}
 
 
+def which(request) -> tuple[str, ...]:
+    return KINDS if request.config.getoption("--all") else USUAL
+
+
 @pytest.fixture(scope="module")
-def ranks(folder):
+def ranks(folder, request):
     """One pair of processes for all tests, as most of their time goes into imports."""
-    return on_devices(2, everything, folder)
+    return on_devices(2, everything, folder, which(request))
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(folder, request):
     """On the same kind of device."""
-    (actual,) = on_devices(1, all_alone, folder)
+    (actual,) = on_devices(1, all_alone, folder, which(request))
     return actual
 
 
-def everything(folder) -> dict:
+def everything(folder, kinds: tuple[str, ...]) -> dict:
     # Trainers make what they make on the CPU and move it themselves.
     with torch.device("cpu"):
-        trainers, pair = {kind: run(kind, folder) for kind in KINDS}, iw_opd(folder)
+        trainers = {kind: run(kind, folder) for kind in kinds}
+        pair = iw_opd(folder) if kinds == KINDS else []
     return {"trainers": trainers, "iw_opd": pair, "heads": all_heads()}
 
 
-def all_alone(folder) -> dict:
+def all_alone(folder, kinds: tuple[str, ...]) -> dict:
     with torch.device("cpu"):
-        trainers = {kind: run(kind, folder, **ALONE[kind]) for kind in KINDS}
+        trainers = {kind: run(kind, folder, **ALONE[kind]) for kind in kinds}
     cases = [(name, score) for name in MODELS for score in SCORES]
     ranks = [slice(rank, rank + 1) for rank in range(2)]
     return {
@@ -97,11 +105,12 @@ def iw_opd(folder) -> list[SimpleNamespace]:
     return [SimpleNamespace(**vars(run) | {"trainer": None}) for run in runs]
 
 
+@pytest.mark.slow
 def test_iwopd_ddp_with_two_processes(ranks):
     assert_same(*ranks[0]["iw_opd"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usually(USUAL, KINDS))
 def test_ddp_with_two_processes(ranks, alone, kind):
     first, second = (rank["trainers"][kind] for rank in ranks)
     assert torch.equal(first["weights"], second["weights"])

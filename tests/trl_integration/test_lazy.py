@@ -38,6 +38,7 @@ from logitless.trl_integration import SFTConfig
 """
 
 
+@pytest.mark.slow
 def test_without_trl_the_message_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]

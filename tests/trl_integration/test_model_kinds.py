@@ -7,6 +7,7 @@ import transformers
 from datasets import Dataset
 
 from logitless.trl_integration import patch_model
+from tests.cases import usually
 
 from ..models.every import gradients
 from .compare import adapted, assert_same, side_by_side
@@ -21,14 +22,17 @@ def runs(tmp_path, kind, **changes):
     return side_by_side(tmp_path, kind, dataset, trainer=trainer, **settings | changes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+USUAL = ("SFT", "DPO", "GRPO", "GKD")
+
+
+@pytest.mark.parametrize("kind", usually(USUAL, KINDS))
 def test_tied_embeddings(tmp_path, kind):
     actual = runs(tmp_path, kind, family="tied")
     assert_same(*actual, rtol=tolerance(kind))
     assert actual[1].trainer.model.lm_head.weight is actual[1].trainer.model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usually(USUAL, KINDS))
 def test_router_loss(tmp_path, kind):
     def routed(model):
         # TRL's Distillation cannot add it.
@@ -40,7 +44,7 @@ def test_router_loss(tmp_path, kind):
     assert_same(*actual, rtol=tolerance(kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usually(USUAL, KINDS))
 def test_head_that_peft_trains_whole(tmp_path, kind):
     """The policy's head is a copy, and the reference's the original."""
     actual = runs(tmp_path, kind, wrap=lambda model: adapted(model, modules_to_save=["lm_head"]))

@@ -15,6 +15,7 @@ def start(tmp_path_factory) -> Start:
     return replace(outcomes.begin(tmp_path_factory.mktemp("outcomes"), "cpu", quick=True), most_steps=6)
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_seen(start):
     """DPO whose beta has the wrong sign where the flag is set."""
     seeds = [measure(start, "DPO", seed, {"beta": -0.1}) for seed in range(3)]

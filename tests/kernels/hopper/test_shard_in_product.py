@@ -16,6 +16,7 @@ from logitless.kernels import fused_projection as fused
 from tests.kernels.hopper.interpreted import replacements
 from tests.kernels.support import INTERPRETED
 from tests.ranks import device_type, on_devices, to_rank_device
+from tests.support import DEVICE
 
 SERVED = torch.cuda.device_count() >= 2 and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -58,6 +59,9 @@ CASES = {
     "grpo": (GRPOLoss(epsilon=0.2), POLICY, False, ("r", "r")),
 }
 SHARDED = ("ref_weight",)
+# Cases, and whether the head is frozen; on a CPU without --all the usual ones.
+EACH = [(name, frozen) for name in CASES for frozen in (False, True)]
+USUAL = [("ce, softcap and bias", False), ("ce, chunks", True), ("dpo, chunks", False), ("grpo", False)]
 
 
 def run(loss, inputs, operands, frozen: bool) -> dict[str, Tensor]:
@@ -107,7 +111,7 @@ def prepared() -> dict[str, int]:
     return ran
 
 
-def everything() -> dict:
+def found(cases: list[tuple[str, bool]]) -> dict:
     """What a rank finds: numbers and gradients of each case, and which kernels ran."""
     ran, group, rank = prepared(), dist.group.WORLD, dist.get_rank()
     dtype = FP32 if device_type() == "cpu" else torch.bfloat16
@@ -125,8 +129,8 @@ def everything() -> dict:
 
     results = {
         f"{name}, {frozen}": computed(loss, inputs, bias, frozen)
-        for name, (loss, inputs, bias, _) in CASES.items()
-        for frozen in (False, True)
+        for name, frozen in cases
+        for loss, inputs, bias, _ in [CASES[name]]
     }
     # One rank whose kernels cannot: both must do without.
     serves = fused.serves
@@ -135,12 +139,22 @@ def everything() -> dict:
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return on_devices(2, everything)
+def ranks(request):
+    every = request.config.getoption("--all") or DEVICE.type == "cuda"
+    return on_devices(2, found, EACH if every else USUAL)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{'frozen head' if case[1] else 'trainable'}",
+            marks=[] if case in USUAL else pytest.mark.repeats,
+        )
+        for case in EACH
+    ],
+)
 def test_equals_one_process(ranks, name, frozen):
     loss, inputs, bias, kernels = CASES[name]
     actual = [rank[f"{name}, {frozen}"] for rank in ranks]
