@@ -33,6 +33,7 @@ COMMANDS = {
     "cpu": losses.cpu,
     "sweep": losses.sweep,
     "gemm": losses.gemm,
+    "medians": pages.median_of_runs,
     "numbers": pages.list_numbers,
     "plot": pages.plot,
     "trl": models.trl,

@@ -573,3 +573,17 @@ def test_of_each_recipe_the_newest_outcome_is_shown():
     assert "GRPO: one A, 2026-11-26, commit c26." in actual
     assert "One A, 2026-11-26, commit c26." in tables.recipes([second])
     assert tables.recipes([]) == "*Not measured yet.*"
+
+
+def test_medians_of_runs():
+    def run(number: int, ms: float) -> dict:
+        row = {"name": "a", "ms": ms, "bytes": 5 + number, "plan": f"{number} tokens", "verdict": "ok"}
+        return {"benchmark": "small", "complete": True, "date": str(number), "rows": [row]}
+
+    runs = [run(0, 3.0), run(1, 1.0), run(2, 9.0)]
+    row = {"name": "a", "ms": 3.0, "bytes": 6, "plan": "2 tokens", "verdict": "ok"}
+    expected = {"benchmark": "small", "complete": True, "date": "2", "rows": [row], "runs": 3}
+    assert report.medians(runs) == expected
+    runs[1]["rows"][0]["verdict"] = "too far"
+    with pytest.raises(ValueError, match=r"the same document.rows\[0\].verdict, got ok, too far, ok"):
+        report.medians(runs)

@@ -5,8 +5,10 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -94,10 +96,39 @@ def every(benchmark: str, folder: Path = RESULTS, *, partial: bool = False) -> l
     return sorted(usable, key=lambda pair: pair[1]["date"])
 
 
-def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
-    """The latest of them."""
-    found = every(benchmark, folder)
+def newest(benchmark: str, folder: Path = RESULTS, *, device: str | None = None) -> tuple[Path, dict] | None:
+    """The latest of them, or of those on one device."""
+    found = [run for run in every(benchmark, folder) if device in (None, run[1]["device"])]
     return found[-1] if found else None
+
+
+# What runs of one commit on one machine may differ in: plans where ignored tokens are drawn.
+OF_A_RUN = ("command", "date", "seed", "plan")
+
+
+def medians(runs: Sequence[dict]) -> dict:
+    """One document of several runs of a benchmark: the median of every number, and what else all runs have in
+    common. Commands, dates, seeds and plans are those of the last run.
+
+    Raises:
+        ValueError: the runs differ in more than numbers, as those of another commit or device do.
+    """
+
+    def median(where: str, *values: object) -> object:
+        first = values[0]
+        if where.rpartition(".")[2] in OF_A_RUN:
+            return values[-1]
+        if isinstance(first, dict) and all(each.keys() == first.keys() for each in values):
+            return {name: median(f"{where}.{name}", *(each[name] for each in values)) for name in first}
+        if isinstance(first, list) and all(len(each) == len(first) for each in values):
+            return [median(f"{where}[{at}]", *each) for at, each in enumerate(zip(*values, strict=True))]
+        if all(each == first for each in values):
+            return first
+        if all(isinstance(each, int | float) for each in values):
+            return statistics.median(values)
+        raise ValueError(f"runs: expected the same {where}, got {', '.join(map(str, values))}")
+
+    return median("document", *runs) | {"runs": len(runs)}
 
 
 def origin(document: dict, *runs: tuple[Path, dict]) -> str:

@@ -127,11 +127,12 @@ def cell(row: Mapping | None, hot_ms: float) -> str:
 def for_page(document: dict, source: str) -> str:
     """The table in Markdown."""
     cut = "" if document["complete"] else "\n\nRows that are missing were not measured: the run was cut off."
+    runs = f"medians of {document['runs']} runs, " if "runs" in document else ""
     return (
         f"{table(document, tablefmt='github')}\n\n"
-        f"One {document['device']}, {document['date'][:10]}, bf16, H {H}, V {V:,}. Milliseconds of a call "
-        "and its backward pass, after a rest / one after the other. Products: the matrix products of such a "
-        "call alone."
+        f"One {document['device']}, {document['date'][:10]}, {runs}bf16, H {H}, V {V:,}. Milliseconds of a "
+        "call and its backward pass, after a rest / one after the other. Products: the matrix products of "
+        "such a call alone."
         f"{cut}\n\n{source}"
     )
 

@@ -1,11 +1,13 @@
 """The commands that write and check README.md and docs."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.harness.report import RESULTS, every, newest, origin, rewrite
+from benchmarks.harness.options import finish
+from benchmarks.harness.report import RESULTS, every, medians, newest, origin, rewrite, write_json
 from benchmarks.layers import comparison
 from benchmarks.losses import ce as cross_entropy
 from benchmarks.losses import given_logits, small, summary
@@ -44,6 +46,19 @@ ELSEWHERE = {
     "ce-portable": ("proof.md", loss_tables.table),
     "speculators": ("howto/speculators.md", loss_tables.table),
 }
+
+
+def median_of_runs(
+    runs: Annotated[list[Path], typer.Argument(help="Complete results of one commit on one device.")],
+    out: Annotated[Path, typer.Option(help="The JSON file.")],
+) -> None:
+    """Write the medians of several runs of one benchmark as one result."""
+    try:
+        document = medians([json.loads(path.read_text()) for path in runs])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    write_json(out, document)
+    finish(out)
 
 
 def list_numbers() -> None:
@@ -119,10 +134,13 @@ def plot(
         typer.echo(f"{page}: table {name}")
     if "sweep" in documents:
         drawn = root / "docs" / "ce.png"
-        _, small = newest("small", results) or (None, None)
+        device = documents["sweep"]["device"]
+        _, small = newest("small", results, device=device) or (None, None)
         heads = proof["gradients"] if proofs else []
         picture.draw(documents["sweep"], drawn, small, heads[0] if heads else None)
-        typer.echo(f"{drawn}: drawn from {found['sweep'][0]}, and the newest small.json and convergence.json")
+        typer.echo(
+            f"{drawn}: drawn from {found['sweep'][0]}, the newest small.json of its GPU and convergence.json"
+        )
     if fitted := newest("activations", results):
         drawn = root / "docs" / "activations.png"
         activations.draw(fitted[1], drawn)
