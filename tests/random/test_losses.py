@@ -223,7 +223,7 @@ def test_a_small_weight_of_a_large_loss():
 
 def formula(name: str, options: dict) -> Call:
     inputs = FORMULA_INPUTS.get(name, {})
-    sizes = {"lengths": (3, 5, 2, 4), "padding": 1, "V": 13, "H": 5}
+    sizes = {"lengths": (3, 5, 1, 4), "padding": 1, "V": 13, "H": 5}
     case = Call(
         loss=name, options=options, inputs=inputs, **sizes, dtype=torch.float64, peak=4.0, ignored=0.2, seed=1
     )
