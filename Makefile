@@ -12,7 +12,7 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-frameworks test-oldest test-newest test-gpu test-gpus test-peers mutants random lint docs candidate
+.PHONY: demo test test-all test-frameworks test-oldest test-oldest-torch test-newest test-gpu test-gpus test-peers mutants random lint docs candidate
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -53,6 +53,12 @@ test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORME
 	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_parity.py
 	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
 	    tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
+
+# The oldest torch that is supported, on a CPU, with the Triton that it requires. Its wheel for Linux brings CUDA's libraries: 4.6 GB.
+OLD_TORCH := 2.11.0
+test-oldest-torch: $(VENV)/torch-$(OLD_TORCH)/.ready
+	PYTHONPATH=$(VENV)/torch-$(OLD_TORCH) CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) --dist loadfile tests/engine tests/losses \
+	    tests/parallel tests/random tests/layers tests/models tests/activations
 
 # The newest transformers, which renames arguments and decorates forward passes, for logitless.models and the fused layers.
 # What docs/models.md says of every class is of the venv's.
@@ -127,6 +133,10 @@ $(VENV)/transformers-$(NEW_TRANSFORMERS)/.ready: $(VENV)/.ready
 $(VENV)/transformers-%/.ready: $(VENV)/.ready
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) transformers==$* "huggingface_hub<1" "tokenizers<0.23" \
 	    datasets==4.4.2 requests urllib3 charset-normalizer certifi httpx httpcore
+	touch $@
+
+$(VENV)/torch-%/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-cache-dir --upgrade --target $(@D) torch==$*
 	touch $@
 
 $(VENV)/triton-%/.ready: $(VENV)/.ready
