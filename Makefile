@@ -22,7 +22,7 @@ test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels $(LAYER_KERNELS)
 
-# What `make test` leaves out as well: every kernel for every target, what is marked slow, repeats or one_of, such as every causal
+# What `make test` leaves out as well: every kernel for every target, what is marked slow, repeats or each_value, such as every causal
 # language model of transformers against docs/models.md, which `python -m tests.models.every` writes, and the kernels in the
 # interpreter of the newest Triton.
 test-all: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint

@@ -1,7 +1,7 @@
 """The cases that tests of several losses share: dtypes, ragged shapes, what is trainable, operands and
 covering arrays."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -59,9 +59,18 @@ def trained(trainable: str, h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
 
 
 def usually(usual: Iterable, values: Iterable) -> list:
-    """The values as parameters, of which all but the usual ones are left out without --all."""
+    """The values as parameters, of which all but the usual ones are left out on a CPU without --all."""
     usual = tuple(usual)
-    return [pytest.param(x, marks=[] if x in usual else pytest.mark.slow) for x in values]
+    return [pytest.param(x, marks=[] if x in usual else pytest.mark.repeats) for x in values]
+
+
+def covering(cases: Sequence[set]) -> list[int]:
+    """Numbers of cases in which every value of the cases occurs: few, by a greedy search."""
+    missing, actual = set().union(*cases), []
+    while missing:
+        actual.append(max(range(len(cases)), key=lambda number: len(cases[number] & missing)))
+        missing -= cases[actual[-1]]
+    return sorted(actual)
 
 
 def covering_array(

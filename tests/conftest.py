@@ -16,7 +16,7 @@ os.environ.setdefault("LOGITLESS_CUDA_GRAPHS", "0")
 
 import gc  # noqa: E402
 import logging  # noqa: E402
-from collections import Counter  # noqa: E402
+from collections import defaultdict  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from logitless.engine import early_projection, static_rows  # noqa: E402
 from tests import support  # noqa: E402
+from tests.cases import covering  # noqa: E402
 
 # Folders whose tests make their tensors on `support.DEVICE` without saying so. What a module makes while it
 # is imported comes before any fixture and must name its device (test_conftest.py). Tests elsewhere name the
@@ -41,21 +42,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked slow, without --all, and on a CPU what is marked repeats, and of a test that
-    is marked `one_of(n)` all but the first of each n cases whose ids begin with the same parameter."""
+    """Leaves out what the run was not asked for, as the marks in pyproject.toml say."""
     if config.getoption("--all"):
         return
     on_gpu = support.DEVICE.type == "cuda"
     marks = {"slow"} if on_gpu else {"slow", "repeats"}
-    kept, left_out, cases = [], [], Counter()
-    for item in items:
-        keeps = marks.isdisjoint(mark.name for mark in item.iter_markers())
-        if keeps and not on_gpu and (share := item.get_closest_marker("one_of")):
-            first = item.nodeid.removesuffix("]").partition("-")[0]
-            keeps = cases[first] % share.args[0] == 0
-            cases[first] += 1
-        (kept if keeps else left_out).append(item)
-    config.hook.pytest_deselected(items=left_out)
+    kept = [item for item in items if marks.isdisjoint(mark.name for mark in item.iter_markers())]
+    if not on_gpu:
+        of_test = defaultdict(list)
+        for item in kept:
+            if item.get_closest_marker("each_value"):
+                of_test[item.nodeid.partition("[")[0]].append(item)
+        for cases in of_test.values():
+            # A parameter's value is a part of the id, and its place there.
+            chosen = covering([set(enumerate(case.callspec.id.split("-"))) for case in cases])
+            for case in {*cases} - {cases[number] for number in chosen}:
+                case.add_marker("repeats")
+        kept = [item for item in kept if not item.get_closest_marker("repeats")]
+    asked_for = {*kept}
+    config.hook.pytest_deselected(items=[item for item in items if item not in asked_for])
     items[:] = kept
 
 
@@ -136,6 +141,12 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
 def everything(request: pytest.FixtureRequest) -> bool:
     """Whether this run was asked for all variants of what is tested, not for a share of them."""
     return request.config.getoption("--all")
+
+
+@pytest.fixture(scope="session")
+def with_repeats(request: pytest.FixtureRequest) -> bool:
+    """Whether this run has the cases that are marked `repeats`."""
+    return request.config.getoption("--all") or support.DEVICE.type == "cuda"
 
 
 @pytest.fixture

@@ -587,3 +587,6 @@ def test_medians_of_runs():
     runs[1]["rows"][0]["verdict"] = "too far"
     with pytest.raises(ValueError, match=r"the same document.rows\[0\].verdict, got ok, too far, ok"):
         report.medians(runs)
+    runs[1] = run(1, 1.0) | {"complete": False}
+    with pytest.raises(ValueError, match="the same document.complete, got True, False, True"):
+        report.medians(runs)

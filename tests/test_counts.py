@@ -14,8 +14,8 @@ COMMITTED = json.loads(counts.FILE.read_text())
 
 
 def test_counts_are_those_of_the_file(tmp_path, everything):
-    """In a process of its own, where nothing but the library is imported and patched. Without --all, of the
-    simulated GPU."""
+    """The command runs in a separate process, which imports and patches the library alone. Without --all, the
+    test compares the counts of the simulated GPU."""
     out = tmp_path / "counts.json"
     command = [sys.executable, "-m", "benchmarks", "counts", "--out", str(out)]
     command += [] if everything else ["--machine", "simulated Hopper"]

@@ -121,7 +121,7 @@ with process_group() as device:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 def test_a_rank_that_raises_ends_the_others(tmp_path):
     """Under torchrun, which writes what every rank had to say."""
     script = tmp_path / "failing.py"

@@ -30,7 +30,7 @@ def new_document(benchmark: str, device: torch.device, *, quick: bool, versions:
     packages = {name: package_version(name) for name in ("torch", "triton", "transformers", "logitless")}
     return {
         "benchmark": benchmark,
-        "command": shlex.join(["python", "-m", "benchmarks", *map(_without_folder, sys.argv[1:])]),
+        "command": command_line(),
         "date": now.isoformat(timespec="seconds"),
         "quick": quick,
         "seed": 0 if quick else int(now.timestamp()),
@@ -43,6 +43,11 @@ def new_document(benchmark: str, device: torch.device, *, quick: bool, versions:
         | packages
         | (versions or {}),
     }
+
+
+def command_line() -> str:
+    """The command that runs."""
+    return shlex.join(["python", "-m", "benchmarks", *map(_without_folder, sys.argv[1:])])
 
 
 def _without_folder(argument: str) -> str:
@@ -102,7 +107,8 @@ def newest(benchmark: str, folder: Path = RESULTS, *, device: str | None = None)
     return found[-1] if found else None
 
 
-# What runs of one commit on one machine may differ in: plans where ignored tokens are drawn.
+# Entries in which runs of one commit on one machine may differ. A plan names the number of supervised tokens,
+# which are drawn at random.
 OF_A_RUN = ("command", "date", "seed", "plan")
 
 
@@ -124,7 +130,7 @@ def medians(runs: Sequence[dict]) -> dict:
             return [median(f"{where}[{at}]", *each) for at, each in enumerate(zip(*values, strict=True))]
         if all(each == first for each in values):
             return first
-        if all(isinstance(each, int | float) for each in values):
+        if all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
             return statistics.median(values)
         raise ValueError(f"runs: expected the same {where}, got {', '.join(map(str, values))}")
 

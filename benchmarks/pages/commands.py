@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness.options import finish
-from benchmarks.harness.report import RESULTS, every, medians, newest, origin, rewrite, write_json
+from benchmarks.harness.report import (
+    RESULTS,
+    command_line,
+    every,
+    medians,
+    newest,
+    origin,
+    rewrite,
+    write_json,
+)
 from benchmarks.layers import comparison
 from benchmarks.losses import ce as cross_entropy
 from benchmarks.losses import given_logits, small, summary
@@ -57,6 +66,7 @@ def median_of_runs(
         document = medians([json.loads(path.read_text()) for path in runs])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    document["command"] = f"{document['command']}; {command_line()}"
     write_json(out, document)
     finish(out)
 

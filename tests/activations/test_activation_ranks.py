@@ -89,8 +89,8 @@ def each_of(kinds: tuple[str, ...]) -> dict:
 
 
 @pytest.fixture(scope="module")
-def ranks(request) -> list[dict]:
-    return in_processes(2, each_of, KINDS if request.config.getoption("--all") else USUAL)
+def ranks(with_repeats) -> list[dict]:
+    return in_processes(2, each_of, KINDS if with_repeats else USUAL)
 
 
 @pytest.mark.parametrize("kind", usually(USUAL, KINDS))

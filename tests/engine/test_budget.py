@@ -77,7 +77,7 @@ def no_default_device():
     torch.set_default_device(None if before.type == "cpu" else before)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.usefixtures("no_default_device")
 @pytest.mark.parametrize("by_running", [True, False])
 @pytest.mark.parametrize(

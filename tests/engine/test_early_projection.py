@@ -137,7 +137,7 @@ def results(run, x, targets):
     return [value.detach(), *x.gradients()]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", CALLS)
 @pytest.mark.parametrize("ignores", [False, True], ids=["every row", "the same rows"])
 def test_a_right_guess_changes_no_number_and_costs_no_product(run, ignores, begun, monkeypatch):

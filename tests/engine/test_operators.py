@@ -240,7 +240,7 @@ UNREDUCED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 @pytest.mark.parametrize(("loss", "inputs"), UNREDUCED.values(), ids=UNREDUCED)
 def test_inductor_of_unreduced_losses(loss, inputs):
     hidden, weight, targets = head(4, 5)

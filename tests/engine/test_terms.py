@@ -445,7 +445,7 @@ def traced(how: str, **options) -> TokenLoss:
     return own(lambda x, batch: result(x))(**options)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("how", TRACED)
 def test_terms_that_are_refused_under_compile(how, reduction, compiling):

@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that are not here, under the Triton that PYTHONPATH names.
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
-compiled for every target under the oldest and the newest supported Triton. Otherwise the last variant of
-each kernel, which usually has all options, is compiled for one target, half of them under each Triton.
+compiled for every target under the oldest and the newest supported Triton. Otherwise some of the variants, in
+which every value of every option comes, are divided among the targets and both Tritons.
 """
 
 import functools
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import logitless
+from tests.cases import covering
 
 ROOT = Path(__file__).parents[2]
 TRITONS = ("3.6.0", "3.9.0")
@@ -99,15 +100,17 @@ def triton_folder(version: str) -> Path | None:
     pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
 
 
-def by_target(kernels: Sequence[object], version: str, *, everything: bool) -> dict[tuple, Sequence[int]]:
-    """What is compiled for each target under one Triton: a share of the last variants of the kernels,
-    or everything."""
-    if everything:
-        return dict.fromkeys(TARGETS, range(len(kernels)))
-    numbers = list({kernel: number for number, kernel in enumerate(kernels)}.values())
-    under = numbers[TRITONS.index(version) :: len(TRITONS)]
-    shares = {target: under[turn :: len(TARGETS)] for turn, target in enumerate(TARGETS)}
-    return {target: share for target, share in shares.items() if share}
+def by_target(numbers: Sequence[int], version: str, *, everything: bool) -> dict[tuple, Sequence[int]]:
+    """What is compiled for each target under one Triton: a share, or everything."""
+    first, step = TRITONS.index(version), len(TRITONS)
+    turns = {target: step * turn + first for turn, target in enumerate(TARGETS)}
+    shares = {target: numbers[turn :: step * len(TARGETS)] for target, turn in turns.items()}
+    return dict.fromkeys(TARGETS, numbers) if everything else shares
+
+
+def with_each_value(variants: Sequence[tuple]) -> list[int]:
+    """Numbers of variants, (kernel, values, ...), in which every value of a kernel comes."""
+    return covering([{(kernel, value) for values in rest for value in values} for kernel, *rest in variants])
 
 
 def check_compilation(

@@ -31,6 +31,7 @@ from tests.kernels.offline import (
     check_compilation,
     jitted,
     kernel_modules,
+    with_each_value,
 )
 
 
@@ -42,7 +43,9 @@ from tests.kernels.offline import (
 )
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, tmp_path, everything):
-    numbers = by_target([each.kernel for each in combinations()], version, everything=everything)
+    variants = combinations()
+    chosen = range(len(variants)) if everything else with_each_value(variants)
+    numbers = by_target(chosen, version, everything=everything)
     check_compilation("tests.kernels.compile_kernels", numbers, version, tmp_path)
 
 
@@ -59,6 +62,18 @@ def test_products_with_an_epilogue_compile(version, tmp_path, everything):
     numbers = range(len(kernels)) if everything else usual
     runs = {("cuda", "90"): numbers}
     check_compilation("tests.kernels.hopper.compile_fused_projection", runs, version, tmp_path)
+
+
+def test_every_choice_of_a_kernel_is_compiled():
+    """Without --all, for one of the targets under one of the two."""
+    variants = combinations()
+    compiled = [variants[number] for number in with_each_value(variants)]
+    assert len(compiled) < len(variants) / 8
+
+    def choices(these):
+        return {(c.kernel, choice) for c in these for choice in (*c.pointers, *c.constants)}
+
+    assert choices(compiled) == choices(variants)
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

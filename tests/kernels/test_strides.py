@@ -135,7 +135,6 @@ OPERATORS = {
 }
 
 
-@pytest.mark.one_of(3)
 @layouts
 @dtypes
 @pytest.mark.parametrize(("call", "names"), OPERATORS.values(), ids=OPERATORS)

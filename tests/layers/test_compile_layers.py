@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation
+from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation, with_each_value
 from tests.layers.compile_layer_kernels import variants
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
@@ -12,7 +12,12 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, tmp_path, everything):
-    numbers = by_target([each.kernel for each in variants()], version, everything=everything)
+    every = list(variants())
+    # Without --all, every constant and every dtype of each kernel.
+    dtypes = [tuple(sorted({dtype for _, dtype in each.types})) for each in every]
+    values = [(each.kernel, kinds, each.constants) for each, kinds in zip(every, dtypes, strict=True)]
+    chosen = range(len(every)) if everything else with_each_value(values)
+    numbers = by_target(chosen, version, everything=everything)
     check_compilation("tests.layers.compile_layer_kernels", numbers, version, tmp_path)
 
 

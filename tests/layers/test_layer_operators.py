@@ -116,7 +116,7 @@ def upstream_of(results: tuple[Tensor, ...]) -> list[Tensor]:
     return [randn(*y.shape, seed=i, dtype=y.dtype) for i, y in enumerate(results, 100)]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.repeats)], ids=str)
 @pytest.mark.parametrize("kind", STRIDES)
 @operators
@@ -257,7 +257,6 @@ def test_compiles_into_one_graph(operator):
 DIMENSIONS = [(name, dimension) for name, op in OPERATORS.items() for dimension in range(len(op.shape) - 1)]
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("name", "dimension"), DIMENSIONS)
 def test_addresses_in_64_bits(name, dimension):
     """The third of a dimension lies more than 2^31 numbers behind the first. Untouched memory is free."""

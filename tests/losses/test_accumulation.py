@@ -29,7 +29,7 @@ WAYS = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_adds_what_weight_grad_would_be(name, options):

@@ -75,7 +75,7 @@ def test_second_backward_repeats_the_first(loss, trainable):
         torch.testing.assert_close(-2 * one, two)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @strategies
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_call_same_bits(loss, trainable, dtype):
@@ -168,7 +168,7 @@ MEMORY = {
 }
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 30.0}, {"compact": False}], ids=["defaults", "softcap", "not compact"]
 )

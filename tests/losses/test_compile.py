@@ -115,7 +115,7 @@ def assert_two_graphs(loss: Callable, batches: list[tuple]) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 @pytest.mark.parametrize("loss", [ce_object, ce_none, ce_shifted])
 def test_two_graphs_serve_every_length(loss):
     model = Model(loss)
@@ -284,13 +284,13 @@ class SwitchedHeads(MedusaHeads):
         return nn.Sequential(*layers, nn.Tanh()) if self.squashed else layers
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 def test_heads_of_another_kind_are_compiled_anew():
     """A graph finds the blocks by a name: not those of the first module that was compiled, nor those of a
     copy that is gone."""
     x, loss = every_loss.given(6), every_loss.LOSSES["Medusa"]
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for squashed in (False, True):
+    for squashed in (False, True, False):
         heads = SwitchedHeads(every_loss.H, every_loss.V, 2, device=DEVICE)
         heads.squashed = squashed
         heads.load_state_dict(every_loss.heads().state_dict())

@@ -33,7 +33,7 @@ CALLS += [(name, True, torch.float32) for name in every_loss.SEQUENCES]
 CALLS += [("cross-entropy", False, torch.float16)]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.skipif(
     DEVICE.type != "cpu",
     reason="fake tensors take the twins on every device; test_no_host_sync tests the kernels",

@@ -39,7 +39,7 @@ def same_under(request) -> Callable:
     return compare
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("dtype", "options"), OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss(name, dtype, options, same_under):

@@ -127,7 +127,7 @@ def of_policy(name, inputs, reduction="mean"):
     return out.loss, torch.autograd.grad(out.loss.sum(), (hidden, weight))
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_inputs_of_ignored_tokens_are_not_read(name, reduction):

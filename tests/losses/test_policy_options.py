@@ -490,7 +490,7 @@ def test_names_of_other_frameworks_are_translated():
 # -- products
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(
     "options",

@@ -62,7 +62,7 @@ def outcome(
     }
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.each_value
 @names
 @pytest.mark.parametrize("budget", [None, 10_000], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -118,7 +118,7 @@ def accumulated(around: Callable, name: str, times: int = 1) -> dict[str, Tensor
     return {name: leaf.grad for name, leaf in leaves if leaf.grad is not None}
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*NAIVE, "logprobs", "own LogitsLoss"])
 @pytest.mark.parametrize("around", AROUND)
 def test_checkpointing(name, around):

@@ -253,7 +253,7 @@ def test_memory_stays_within_the_budget():
         assert watcher.peak <= budget + handed, watcher.peak
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 def test_the_plan_of_many_tokens():
     h, w, _, _ = operands((131_072,), 2, 32, torch.float32)
     ids = ids_of((131_072,), 32, 2, 0)

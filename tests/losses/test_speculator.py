@@ -428,7 +428,7 @@ def test_products(what, steps, budget):
     assert counter.gemms == draft + verifier
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("divergence", ["lk_hybrid", "jsd"])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("teacher_softmax", ["full", "draft"])

@@ -34,7 +34,7 @@ def outcome(call, x, head, *trained, **options):
     return outputs, torch.autograd.grad(outputs[0], trained)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "all frozen"])

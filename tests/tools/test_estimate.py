@@ -73,7 +73,7 @@ BUDGETS = {"one chunk": {}, "chunks": {"logits_budget": 5_000}, "no reduction": 
 PLANNED = [(name, how) for name in LOSSES for how in BUDGETS if how != "no reduction" or name in UNREDUCED]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(("name", "how"), PLANNED)
 def test_the_plan_is_the_one_that_runs(name, how):

@@ -27,7 +27,7 @@ from .tiny import IDS, LABELS, tiny_model, train, words
 pytestmark = pytest.mark.ranks
 
 STEPS = 2
-# One trainer of tokens, of pairs, of groups and of a teacher; the others, and IW-OPD, with --all.
+# One trainer of tokens, of pairs, of groups and of a teacher; the others, and IW-OPD, are marked repeats.
 USUAL = ("SFT", "DPO", "GRPO", "GKD")
 # TRL divides GKD's sum over tokens by those of all processes but does not multiply it by their number, which
 # DDP's average then takes away.
@@ -58,20 +58,16 @@ def run(kind: str, folder, **changes) -> dict:
     return {"gradients": done.gradients[0], "weights": done.weights}
 
 
-def which(request) -> tuple[str, ...]:
-    return KINDS if request.config.getoption("--all") else USUAL
-
-
 @pytest.fixture(scope="module")
-def ranks(folder, request):
+def ranks(folder, with_repeats):
     """One pair of processes for all tests, as most of their time goes into imports."""
-    return on_devices(2, everything, folder, which(request))
+    return on_devices(2, everything, folder, KINDS if with_repeats else USUAL)
 
 
 @pytest.fixture(scope="module")
-def alone(folder, request):
+def alone(folder, with_repeats):
     """On the same kind of device."""
-    (actual,) = on_devices(1, all_alone, folder, which(request))
+    (actual,) = on_devices(1, all_alone, folder, KINDS if with_repeats else USUAL)
     return actual
 
 
@@ -105,7 +101,7 @@ def iw_opd(folder) -> list[SimpleNamespace]:
     return [SimpleNamespace(**vars(run) | {"trainer": None}) for run in runs]
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 def test_iwopd_ddp_with_two_processes(ranks):
     assert_same(*ranks[0]["iw_opd"], rtol=1e-3)
 

@@ -54,7 +54,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.one_of(9)
 @pytest.mark.parametrize("kind, changes", WAYS, ids=lambda value: value if isinstance(value, str) else None)
 def test_no_allocation_reaches_tokens_times_vocabulary(folder, monkeypatch, kind, changes):
     serve(monkeypatch, vocab_size=VOCAB)

@@ -214,7 +214,6 @@ def other_model(family: str):
     return model
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("kind, changes", rows())
 def test_losses_metrics_and_gradients_are_those_of_stock_trl(tmp_path, monkeypatch, kind, changes):
     serve(monkeypatch)

@@ -54,7 +54,7 @@ LONG = ("SFT", "DPO", "KTO", "ORPO", "GRPO")
 CHAINS = [LONG, ("SFT", "SFT"), ("SFT", "KTO"), ("DPO", "SFT"), ("ORPO", "SFT"), ("RLOO", "SFT")]
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("wrap", [unchanged, adapted], ids=["whole", "lora"])
 @pytest.mark.parametrize("kinds", CHAINS, ids="-".join)
@@ -78,7 +78,7 @@ def test_one_trainer_after_the_other(folder, kinds, wrap, bf16):
     assert_stock(model, expected)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kinds", [("SFT", "DPO"), ("DPO", "DPO"), ("KTO", "DPO")], ids="-".join)
 @pytest.mark.parametrize("which", ["copy", "trained"])
@@ -127,7 +127,7 @@ def test_a_trainer_goes_on_after_another_has_come(folder, kinds):
     assert not torch.equal(before[0][2]["loss"], before[1][2]["loss"])
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "ORPO"])
 def test_what_is_left_after_undo_is_the_stock_trainer(folder, kind, bf16):

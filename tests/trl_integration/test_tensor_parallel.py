@@ -183,7 +183,7 @@ def test_tensor_parallel(ranks, kind, what):
         assert_same_runs(*actual[kind, what])
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 @trains
 @pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
 @pytest.mark.parametrize(("kind", "what"), marked(GRID))

@@ -317,7 +317,6 @@ EXTREME = {
 }
 
 
-@pytest.mark.one_of(2)
 @pairs
 @pytest.mark.parametrize(("rows", "targets"), EXTREME.values(), ids=EXTREME)
 def test_extreme_rows(rows, targets, dtype, gradient_dtype):

@@ -62,7 +62,7 @@ CASES = (
 )
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("dtype", "names", "transform", "is_weighted"), CASES)
 def test_the_definitions(length, dtype, names, transform, is_weighted):
     names = names.split()

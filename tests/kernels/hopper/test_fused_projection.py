@@ -115,7 +115,7 @@ def check_pass(
     return logps[rows].detach(), gradient
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "shape, name",
     [(SHAPES[0], "softcap"), *((SHAPES[1], name) for name in HEADS), (SHAPES[2], "scale, bias")],
@@ -358,7 +358,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
 @pytest.mark.parametrize(("kind", "options", "expected"), LOSSES.values(), ids=LOSSES)

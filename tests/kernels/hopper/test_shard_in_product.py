@@ -16,7 +16,6 @@ from logitless.kernels import fused_projection as fused
 from tests.kernels.hopper.interpreted import replacements
 from tests.kernels.support import INTERPRETED
 from tests.ranks import device_type, on_devices, to_rank_device
-from tests.support import DEVICE
 
 SERVED = torch.cuda.device_count() >= 2 and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -139,9 +138,8 @@ def found(cases: list[tuple[str, bool]]) -> dict:
 
 
 @pytest.fixture(scope="module")
-def ranks(request):
-    every = request.config.getoption("--all") or DEVICE.type == "cuda"
-    return on_devices(2, found, EACH if every else USUAL)
+def ranks(with_repeats):
+    return on_devices(2, found, EACH if with_repeats else USUAL)
 
 
 @pytest.mark.parametrize(
