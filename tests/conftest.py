@@ -14,6 +14,7 @@ os.environ.setdefault("LOGITLESS_COMPILE", "0")
 # Tests replace what a captured pass would not call again. Tests of captured passes make their own setting.
 os.environ.setdefault("LOGITLESS_CUDA_GRAPHS", "0")
 
+import functools  # noqa: E402
 import gc  # noqa: E402
 import logging  # noqa: E402
 from collections import defaultdict  # noqa: E402
@@ -91,9 +92,11 @@ def spare_the_collector() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def spared() -> None:
-    """Freeze the objects of earlier modules too, and turn off accelerate's garbage collection, which runs
-    several times in each training run."""
+    """Freeze the objects of earlier modules too, turn off accelerate's garbage collection, which runs several
+    times in each training run, and search for each of its optional packages once."""
     spare_the_collector()
+    if imports := sys.modules.get("accelerate.utils.imports"):
+        imports._is_package_available = functools.cache(imports._is_package_available)
     if memory := sys.modules.get("accelerate.utils.memory"):
         memory.gc = SimpleNamespace(collect=lambda: 0)
 

@@ -1,16 +1,18 @@
 """Compiles kernels for GPUs that are not here, under the Triton that PYTHONPATH names.
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
-compiled for every target under the oldest and the newest supported Triton. Otherwise some of the variants, in
-which every value of every option comes, are divided among the targets and both Tritons.
+compiled for every target under the oldest and the newest supported Triton. Otherwise the last variant of
+each kernel, which usually has all options, is compiled under both Tritons, each time for one target.
 """
 
 import functools
 import importlib
 import itertools
 import os
+import runpy
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +21,6 @@ import pytest
 import torch
 
 import logitless
-from tests.cases import covering
 
 ROOT = Path(__file__).parents[2]
 TRITONS = ("3.6.0", "3.9.0")
@@ -100,35 +101,53 @@ def triton_folder(version: str) -> Path | None:
     pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
 
 
-def by_target(numbers: Sequence[int], version: str, *, everything: bool) -> dict[tuple, Sequence[int]]:
-    """What is compiled for each target under one Triton: a share, or everything."""
-    first, step = TRITONS.index(version), len(TRITONS)
-    turns = {target: step * turn + first for turn, target in enumerate(TARGETS)}
-    shares = {target: numbers[turn :: step * len(TARGETS)] for target, turn in turns.items()}
-    return dict.fromkeys(TARGETS, numbers) if everything else shares
+def by_target(kernels: Sequence[object], version: str, *, everything: bool) -> dict[tuple, Sequence[int]]:
+    """Numbers of the variants, which are given by their kernels, that are compiled for each target under one
+    Triton."""
+    if everything:
+        return dict.fromkeys(TARGETS, range(len(kernels)))
+    last = list({kernel: number for number, kernel in enumerate(kernels)}.values())
+    # Under the other Triton each kernel for the next target.
+    targets = TARGETS[TRITONS.index(version) :] + TARGETS[: TRITONS.index(version)]
+    return {target: last[turn :: len(TARGETS)] for turn, target in enumerate(targets)}
 
 
-def with_each_value(variants: Sequence[tuple]) -> list[int]:
-    """Numbers of variants, (kernel, values, ...), in which every value of a kernel comes."""
-    return covering([{(kernel, value) for values in rest for value in values} for kernel, *rest in variants])
+# Between the modules of one process.
+NEXT = "++"
 
 
 def check_compilation(
-    module: str, numbers: Mapping[tuple[str, str], Sequence[int]], version: str, cache: Path
+    modules: Mapping[str, Mapping[tuple[str, str], Sequence[int]]], version: str, cache: Path
 ) -> None:
-    """Run `module` under one Triton, in a process of its own, on the numbers of variants for each target."""
-    assert all(numbers.values())
+    """Run modules in one process, under one Triton, on the numbers of variants for each target."""
     folder = triton_folder(version)
     if folder is None and version != TRITONS[0]:
         pytest.skip("only the installed Triton is available")
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    runs = [["--", *target, *map(str, chosen)] for target, chosen in numbers.items()]
-    command = [sys.executable, "-m", module, *itertools.chain(*runs)]
-    command.remove("--")  # the first one
+    command = [sys.executable, "-m", "tests.kernels.offline"]
+    for module, numbers in modules.items():
+        assert all(numbers.values()), module
+        runs = [["--", *target, *map(str, chosen)] for target, chosen in numbers.items()]
+        command += [NEXT, module, *itertools.chain(*runs)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    for target, chosen in numbers.items():
-        assert f"compiled {len(chosen)} kernels for {' '.join(target)}" in done.stdout
+    said = Counter(line.partition(": ")[2] for line in done.stdout.splitlines())
+    for numbers in modules.values():
+        said.subtract(f"compiled {len(chosen)} kernels for {' '.join(t)}" for t, chosen in numbers.items())
+    assert not any(said.values()), said
     assert folder is None or f"triton {version}:" in done.stdout
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the modules of a command line that `check_compilation` wrote, each with its own arguments."""
+    starts = [at for at, x in enumerate(arguments) if x == NEXT]
+    for start, stop in itertools.pairwise([*starts, len(arguments)]):
+        module, _, *rest = arguments[start + 1 : stop]
+        sys.argv = [module, *rest]
+        runpy.run_module(module, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

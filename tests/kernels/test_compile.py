@@ -31,8 +31,8 @@ from tests.kernels.offline import (
     check_compilation,
     jitted,
     kernel_modules,
-    with_each_value,
 )
+from tests.layers.compile_layer_kernels import variants as layer_variants
 
 
 @pytest.mark.offline
@@ -43,37 +43,21 @@ from tests.kernels.offline import (
 )
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, tmp_path, everything):
-    variants = combinations()
-    chosen = range(len(variants)) if everything else with_each_value(variants)
-    numbers = by_target(chosen, version, everything=everything)
-    check_compilation("tests.kernels.compile_kernels", numbers, version, tmp_path)
-
-
-@pytest.mark.offline
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
-@pytest.mark.parametrize("version", TRITONS)
-def test_products_with_an_epilogue_compile(version, tmp_path, everything):
-    """For Hopper, where alone they run; some take ten seconds each. Without --all half of the kernels under
-    each Triton, without any option."""
-    kernels = [variant.kernel for variant in fused_variants()]
-    first = [kernels.index(kernel) for kernel in dict.fromkeys(kernels)]
+    """Without --all, see `offline`; and of the products with an epilogue half under each Triton, without any
+    option: they run on Hopper alone, and some take ten seconds."""
+    kernels = [each.kernel for each in combinations()]
+    layers = [each.kernel for each in layer_variants()]
+    products = [each.kernel for each in fused_variants()]
+    first = [products.index(kernel) for kernel in dict.fromkeys(products)]
     usual = first[TRITONS.index(version) :: len(TRITONS)]
-    numbers = range(len(kernels)) if everything else usual
-    runs = {("cuda", "90"): numbers}
-    check_compilation("tests.kernels.hopper.compile_fused_projection", runs, version, tmp_path)
-
-
-def test_every_choice_of_a_kernel_is_compiled():
-    """Without --all, for one of the targets under one of the two."""
-    variants = combinations()
-    compiled = [variants[number] for number in with_each_value(variants)]
-    assert len(compiled) < len(variants) / 8
-
-    def choices(these):
-        return {(c.kernel, choice) for c in these for choice in (*c.pointers, *c.constants)}
-
-    assert choices(compiled) == choices(variants)
+    modules = {
+        "tests.kernels.compile_kernels": by_target(kernels, version, everything=everything),
+        "tests.layers.compile_layer_kernels": by_target(layers, version, everything=everything),
+        "tests.kernels.hopper.compile_fused_projection": {
+            ("cuda", "90"): range(len(products)) if everything else usual
+        },
+    }
+    check_compilation(modules, version, tmp_path)
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

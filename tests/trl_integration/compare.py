@@ -1,5 +1,6 @@
 """A trainer of TRL and ours, trained from the same weights on the same batches, and what must be equal."""
 
+import copy
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -108,9 +109,10 @@ def side_by_side(
         # KTO and GRPO rebuild the reference from where the model came from.
         save(tiny_model(family), path)
     given = trainer or {}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path)
 
     def run(config: type, trainer: type, **flag: Any) -> Run:
-        model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
+        model = wrap(copy.deepcopy(loaded))
         settings = options(tmp_path / "out", **SGD | changes) | flag
         torch.manual_seed(0)
         return train(trainer, config(**settings), model, dataset, tokenizer=words(), **given)

@@ -17,12 +17,15 @@ BUDGET = 2**19
 SMALL = SIZES | {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 # Ways to compute a loss that allocate differently
 WAYS = [(kind, {}) for kind in ALL]
+WAYS += [(kind, {"distillation_mode": "topk_logits", "distillation_topk": 8}) for kind in ("SDFT", "SDPO")]
+WAYS += [("IWOPD", {"loss_top_k": 5})]
 WAYS += [
-    (kind, {"distillation_mode": mode, "distillation_topk": 8})
-    for kind in ("SDFT", "SDPO")
-    for mode in ("full_logits", "topk_logits")
+    pytest.param(kind, changes, marks=pytest.mark.repeats)
+    for kind, changes in (
+        *((kind, {"distillation_mode": "full_logits", "distillation_topk": 8}) for kind in ("SDFT", "SDPO")),
+        *(("IWOPD", {"loss_top_k": top_k}) for top_k in (0, 1)),
+    )
 ]
-WAYS += [("IWOPD", {"loss_top_k": top_k}) for top_k in (0, 1, 5)]
 WAYS += [("IWOPD", {"distillation_objective": "iw_opd", "lmbda": 1.0})]
 WAYS += [("ServerDistillation", {"beta": 0.0, "loss_top_k": 5})]
 
