@@ -12,6 +12,9 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
+# Tests start many processes, which read the bytecode that the first has written.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-all test-frameworks test-oldest test-oldest-torch test-newest test-gpu test-gpus test-peers mutants random lint docs candidate
 
 demo: $(VENV)/.ready

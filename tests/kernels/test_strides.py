@@ -135,6 +135,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.each_value
 @layouts
 @dtypes
 @pytest.mark.parametrize(("call", "names"), OPERATORS.values(), ids=OPERATORS)

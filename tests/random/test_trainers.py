@@ -295,6 +295,7 @@ def check(case: Step) -> None:
 SEARCHES = {kind: (steps(kind).filter(unknown), lambda case: check(case)) for kind in OPTIONS}
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("kind", SEARCHES)
-def test_step(kind, everything):
-    search(*SEARCHES[kind], REPEATED, max_examples=4 if everything else 2)
+def test_step(kind):
+    search(*SEARCHES[kind], REPEATED, max_examples=4)

@@ -317,6 +317,7 @@ EXTREME = {
 }
 
 
+@pytest.mark.each_value
 @pairs
 @pytest.mark.parametrize(("rows", "targets"), EXTREME.values(), ids=EXTREME)
 def test_extreme_rows(rows, targets, dtype, gradient_dtype):
