@@ -57,6 +57,7 @@ from logitless.engine.readers.replay import ReplayProjection, ReplayReader
 from logitless.engine.reduction import Factors, power_of_two, settled, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
+from logitless.engine.static_rows import multiplies_later
 from logitless.errors import value_error
 
 
@@ -117,7 +118,8 @@ def run_calls(
         signature, tensors, sequences = pack(heads)
         trainable = any(signature.needs)
         mode = mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED
-        run = CallSpec(mode, None, signature, sequences, main, grad_scale)
+        later = mode is Mode.SOLVED and torch.compiler.is_compiling() and _multiplies_later(heads, signature)
+        run = CallSpec(mode, None, signature, sequences, main, grad_scale, later)
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
@@ -192,6 +194,7 @@ class CallSpec:
     sequences: int = 0
     main: Tensor | None = None
     grad_scale: float = 1.0
+    later: bool = False  # whether product 3 is computed in the backward pass of a compiled graph
     solved: Solved | None = None  # the result of a captured pass, in the place of the heads
     plan: Plan | None = None  # set by an eager forward pass
 
@@ -241,7 +244,14 @@ class FusedLinearBase(torch.autograd.Function):
         ctx.needs = [x is not None for x in saved[1 : 1 + trained]]
         if run.signature is not None:
             ctx.needs = run.signature.needs
-        ctx.kinds = [(x.dtype, x.shape) for x in tensors[:trained]]
+        kinds = [(x.dtype, x.shape) for x in tensors[:trained]]
+        ctx.product = None
+        if run.later:
+            weight = run.signature.parts[0].indices.weight
+            features = saved[1 + weight]
+            ctx.product = weight, tensors[weight].dtype
+            kinds[weight] = features.dtype, features.shape
+        ctx.kinds = kinds
         if run.mode is Mode.SOLVED:
             ctx.save_for_backward(*saved)
             ctx.mark_non_differentiable(*outputs[1:])
@@ -471,40 +481,28 @@ class Statistics:
     plan: Plan
 
 
-def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool) -> Solved:
+def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, later: bool = False) -> Solved:
     """Compute the loss and its gradients in one pass.
 
     Args:
         calls: the heads, in order.
         fixed_dtypes: whether the dtypes of the gradients must not depend on the number of tokens.
+        later: whether product 3 of a call of one head is computed later; see `Gradients`.
     """
     if len(calls) == 1:
+        (call,) = calls
+        options = {"fixed_dtypes": fixed_dtypes, "kept_rows": call.targets.shape[0] if later else 0}
 
         def run(call: HeadCall, rows: Rows, gradients: Gradients | None = None) -> Solved:
-            return _solve([(call, rows)], gradients, fixed_dtypes=fixed_dtypes)
+            return _solve([(call, rows)], gradients or Gradients([call], **options))
 
-        run_captured = partial(captured.captured_solve, solve=run, fixed_dtypes=fixed_dtypes)
-        return over_rows(calls[0], run, run_captured)
-    return _solve(list(map(resolve_rows, calls)), fixed_dtypes=fixed_dtypes)
+        return over_rows(call, run, partial(captured.captured_solve, solve=run, **options))
+    chosen = list(map(resolve_rows, calls))
+    return _solve(chosen, Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes))
 
 
-def _solve(
-    chosen: Sequence[tuple[HeadCall, Rows]],
-    gradients: Gradients | None = None,
-    *,
-    fixed_dtypes: bool,
-    main: Tensor | None = None,
-) -> Solved:
-    """Run the pass over calls and their rows.
-
-    Args:
-        chosen: the heads, each with the rows to project.
-        gradients: their sums; None: new ones.
-        fixed_dtypes: see `solve`.
-        main: (V, H) to which the complete gradient of the weight is added.
-    """
-    if gradients is None:
-        gradients = Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes, main=main)
+def _solve(chosen: Sequence[tuple[HeadCall, Rows]], gradients: Gradients) -> Solved:
+    """Run the pass over the heads, each with the rows to project, and add to their `gradients`."""
     deferred: float | Tensor = 1.0
     losses = []
     metrics = []
@@ -549,8 +547,8 @@ def solve_into_main(
         (complete d_hidden, complete d_bias).
     """
     chosen = choose(replace(call, coefficient=grad_scale))
-    solved = _solve([chosen], fixed_dtypes=fixed_dtypes, main=main)
-    gradients = solved.gradients
+    gradients = Gradients([chosen[0]], fixed_dtypes=fixed_dtypes, main=main)
+    solved = _solve([chosen], gradients)
     hidden, _, bias, _ = call.indices
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
     dtypes = call.hidden.dtype, None if d_bias is None else call.bias.dtype
@@ -710,9 +708,9 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
         if run.mode is Mode.PER_TOKEN:
             dlogp_dhidden, *statistics = torch.ops.logitless.statistics(list(tensors), run.sequences, key)
             return tuple(statistics), [dlogp_dhidden], None
-        outputs = torch.ops.logitless.solve(list(tensors), run.sequences, key)
+        *outputs, d_logits = torch.ops.logitless.solve(list(tensors), run.sequences, key, run.later)
         saved_count = 1 + len(signature.needs)
-        saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors)]
+        saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors), d_logits]
         outputs = tuple(outputs[:-saved_count])
         return outputs[:-1] if into_main and signature.loss.return_logps else outputs, saved, None
     calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
@@ -756,14 +754,23 @@ def _supervised_in_graph(signature: Signature, tensors: Sequence[Tensor | None])
     return [reached.get(index) for index in range(trained)]
 
 
+def _multiplies_later(heads: Sequence[HeadCall], signature: Signature) -> bool:
+    hidden, weight, _, _ = signature.parts[0].indices
+    return len(heads) == 1 and hidden != weight and signature.needs[weight] and multiplies_later(heads[0])
+
+
 def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     deferred, *saved = ctx.saved_tensors
     sums = saved[: len(ctx.kinds)]
-    supervised = saved[len(ctx.kinds) :]
+    supervised = saved[len(ctx.kinds) : 2 * len(ctx.kinds)]
     # Without retain_graph, the saved gradients may be scaled in place and returned.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     factor = upstream[0] if deferred is None else deferred * upstream[0]
-    return _finished(ctx, sums, factor, supervised, owned=owned)
+    grads = _finished(ctx, sums, factor, supervised, owned=owned)
+    if ctx.product is not None:
+        weight, dtype = ctx.product
+        grads[weight] = torch.ops.logitless.weight_gradient(saved[-1], grads[weight], dtype)
+    return grads
 
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:

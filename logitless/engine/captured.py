@@ -24,7 +24,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -148,7 +148,7 @@ def replayed(call: Replayable) -> Solved | None:
 
 
 def captured_solve(
-    call: HeadCall, assume: Assume, streak: Streak | None, solve: Solve, *, fixed_dtypes: bool
+    call: HeadCall, assume: Assume, streak: Streak | None, solve: Solve, *, fixed_dtypes: bool, kept_rows: int
 ) -> tuple[bool, Solved | None]:
     """Run a call by its captured pass, which is captured if its key has come often enough.
 
@@ -157,7 +157,7 @@ def captured_solve(
         assume: its rows, before the host has read which are supervised.
         streak: the streak that expects them; None if the rows do not depend on earlier calls.
         solve: the pass.
-        fixed_dtypes: see `base.solve`.
+        fixed_dtypes, kept_rows: see `Gradients`.
 
     Returns:
         (False, None): there is no captured pass. (True, None): it ran, but the assumption is wrong.
@@ -166,12 +166,13 @@ def captured_solve(
     if not (call.loss.compact or _on_default_stream(call.weight.device)):
         # Before a whole step is captured, by hand or by torch.compile, some steps run on another stream.
         return False, None
-    raw = call.replayable or _of_head_call(call, fixed_dtypes)
+    raw = call.replayable or _of_head_call(call, (fixed_dtypes, kept_rows))
     if raw is None or not _LOCK.acquire(blocking=False):
         return False, None
     try:
         CapturedPass.calls += call.replayable is None  # `replayed` has counted the others
-        make = partial(CapturedPass, raw, call, assume, streak, solve, fixed_dtypes=fixed_dtypes)
+        options = {"fixed_dtypes": fixed_dtypes, "kept_rows": kept_rows}
+        make = partial(CapturedPass, raw, call, assume, streak, solve, options)
         captured = _PASSES.get(raw.key) or _new_pass(raw, make)
         if captured is None:
             return False, None
@@ -188,7 +189,7 @@ def _on_default_stream(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
-def _of_head_call(call: HeadCall, fixed_dtypes: bool) -> Replayable | None:
+def _of_head_call(call: HeadCall, options: tuple) -> Replayable | None:
     """The checked call: in a compiled graph, and if the arguments do not allow a capture."""
     if not is_eligible(call.loss, call.hidden, call.weight, call.targets):
         return None
@@ -204,7 +205,7 @@ def _of_head_call(call: HeadCall, fixed_dtypes: bool) -> Replayable | None:
         return moved
 
     parts = call.dtype, call.needs, call.indices, call.coefficient, call.sequence_count
-    return replayable(call.loss, given, heads, (fixed_dtypes, *parts), bind)
+    return replayable(call.loss, given, heads, (*options, *parts), bind)
 
 
 def forget() -> None:
@@ -307,11 +308,10 @@ class CapturedPass:
         assume: Assume,
         streak: Streak | None,
         solve: Solve,
-        *,
-        fixed_dtypes: bool,
+        options: Mapping[str, bool | int],  # of the sums of its gradients
     ):
         device = call.weight.device
-        gradients = Gradients([call], fixed_dtypes=fixed_dtypes)
+        gradients = Gradients([call], **options)
         assumed = assume(call)
         chosen = assumed.rows
         plan = plan_for(assumed.call, chosen, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
@@ -329,7 +329,7 @@ class CapturedPass:
         self.expected = None if streak is None else chosen
         self._tokens_assumed = assumed.tokens
         self._every = chosen.count == call.targets.shape[0]
-        self._fixed_dtypes = fixed_dtypes
+        self._options = options
         # What `Gradients` reads of a call, but its head.
         self._call = call.with_targets(None, {})
         self._call.__dict__.update(dict.fromkeys(("hidden", "weight", "bias", "num_items", "replayable")))
@@ -352,7 +352,7 @@ class CapturedPass:
             return static
 
         self._unread = None if assumed.unread is None else HostCopy(assumed.unread, repeats=True)
-        recorder = _Recorder([self._call], fixed_dtypes=fixed_dtypes)
+        recorder = _Recorder([self._call], **options)
 
         def run() -> tuple[Solved, Projection | None, Chunk | None]:
             assumed = assume(bound())
@@ -414,7 +414,7 @@ class CapturedPass:
             # gradient yet, their number. A later replay overwrites all tensors of the graph.
             read = ("supervised", "supervised_count") if call.trainable else ("tokens",)
             rows = rows._replace(**{name: _new(getattr(rows, name)) for name in read})
-        gradients = Gradients([call], fixed_dtypes=self._fixed_dtypes)
+        gradients = Gradients([call], **self._options)
         if call.trainable:
             gradients.open(call, 1.0, several_chunks=False)
             projection = _ReplayedProjection(rows, _new(self._d_hidden))

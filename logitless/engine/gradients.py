@@ -5,6 +5,7 @@ them; the checks of a main gradient.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,8 +96,12 @@ class Gradients:
             graphs).
         main: (V, H) main gradient to which the complete d_weight is added: `finish` does not apply a factor
             to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
+        kept_rows: 0: product 3 is computed. Otherwise the number N of tokens of a call of one head: the
+            operands of product 3 are kept instead, 0 in the rows that the pass does not project.
 
     Attributes:
+        d_logits: (N, V) first operand of product 3, if it is computed later; None: it was computed. The
+            second operand (N, H) is in `sums`, in the place of d_weight.
         sums: the gradients up to the deferred factor, by index of the trained tensor: (N, H), (V, H), (V, 1),
             or the shape of a layer's parameter.
         supervised: the rows of each entry of `sums` that a supervised token may reach, by index: (N,) bool
@@ -106,8 +111,18 @@ class Gradients:
             that keeps them near 1 (in fp16), and passes it to `open` and `close`. If not, it passes 1.0.
     """
 
-    def __init__(self, calls: Sequence[HeadCall], *, fixed_dtypes: bool, main: Tensor | None = None):
+    def __init__(
+        self,
+        calls: Sequence[HeadCall],
+        *,
+        fixed_dtypes: bool,
+        main: Tensor | None = None,
+        kept_rows: int = 0,
+    ):
         self._fixed_dtypes = fixed_dtypes
+        self._kept_rows = kept_rows
+        self._features: Tensor | None = None
+        self.d_logits: Tensor | None = None
         self._main = main
         self._several = len(calls) > 1
         self._last = {index: call for call in calls for index in call.indices[:3]}
@@ -130,7 +145,10 @@ class Gradients:
         dtypes = sum_dtypes(
             call, multi_head=self._several, wide_d_weight=several_chunks or self.sums_wide(call)
         )
-        if needs.weight and self._main is not None:
+        if self._kept_rows:
+            make = partial(torch.empty, dtype=call.dtype, device=call.weight.device)
+            self.d_logits, self._features = make(self._kept_rows, V), make(self._kept_rows, H)
+        elif needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
             if self.defers_factor:
                 self._main.div_(deferred)
@@ -147,7 +165,11 @@ class Gradients:
 
     def add(self, chunk: Chunk, projection: Projection) -> None:
         """Product 3: add a chunk's d_weight and d_bias."""
-        if self._weight is not None:
+        if self._kept_rows:
+            # Copies, because the next chunk, or the next replay, overwrites the gradient.
+            self.d_logits[chunk.rows] = chunk.gradient
+            self._features[chunk.rows] = chunk.trained
+        elif self._weight is not None:
             projection.accumulate(
                 self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written
             )
@@ -207,6 +229,10 @@ class Gradients:
                 is_cast = index in self.sums and (self._several or _casts(call, x))
                 if is_cast and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)
+        if self._kept_rows:
+            for x in (self.d_logits, self._features):
+                x[projection.rows.count :] = 0
+            self.sums[weight] = self._features
         self._weight = self._bias = None
 
 

@@ -16,6 +16,7 @@ from logitless.engine import base
 from logitless.engine.call import HeadCall, d_hidden_dtype, unpack
 from logitless.engine.gradients import Gradients, finished_sums
 from logitless.engine.graph_names import signature_of
+from logitless.kernels.matmul import accumulate
 
 
 def _calls(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[HeadCall]:
@@ -41,17 +42,29 @@ def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
 
 
 @torch.library.custom_op("logitless::solve", mutates_args=())
-def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
-    """Run `base.solve`. Returns [loss, metrics, *tokens, deferred, *sums of gradients]."""
+def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: bool) -> list[Tensor]:
+    """Run `base.solve`. Returns [loss, metrics, *tokens, deferred, *sums of gradients, d_logits].
+
+    With `later`, d_logits is (N, V), and the sum of d_weight is replaced by the features (N, H): see
+    `Gradients`. Otherwise d_logits is empty.
+    """
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
-        solved = base.solve(calls, fixed_dtypes=True)
+        solved = base.solve(calls, fixed_dtypes=True, later=later)
         sums = _sums(solved.gradients, calls, key, solved.loss)
-        return [solved.loss, solved.metrics, *solved.tokens, solved.deferred_on_device, *sums]
+        d_logits = _present(solved.gradients.d_logits, solved.loss)
+        return [
+            solved.loss,
+            solved.metrics,
+            *solved.tokens,
+            solved.deferred_on_device,
+            *sums,
+            d_logits,
+        ]
 
 
 @solve_op.register_fake
-def _(tensors, sequences, key):
+def _(tensors, sequences, key, later):
     signature = signature_of(key)
     calls = _calls(tensors, sequences, key)
     loss = signature.loss
@@ -61,7 +74,28 @@ def _(tensors, sequences, key):
     kinds = [torch.int64 if name == "predictions" else stat for name in base.solved_names(loss)]
     shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), ((), stat)
     outputs = [tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
-    return outputs + _fake_sums(calls, len(signature.needs))
+    sums = _fake_sums(calls, len(signature.needs))
+    d_logits = outputs[0].new_empty(0)
+    if later:
+        (call,) = calls
+        V, H = call.weight.shape
+        sums[call.indices.weight] = call.hidden.new_empty((*N, H), dtype=call.dtype)
+        d_logits = call.hidden.new_empty((*N, V), dtype=call.dtype)
+    return [*outputs, *sums, d_logits]
+
+
+@torch.library.custom_op("logitless::weight_gradient", mutates_args=())
+def weight_gradient_op(d_logits: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:
+    """Product 3: d_weight (V, H) of the gradient of the logits (N, V) and the features (N, H)."""
+    wide = torch.promote_types(features.dtype, dtype)
+    d_weight = features.new_empty((d_logits.shape[1], features.shape[1]), dtype=wide)
+    accumulate(d_weight, d_logits, features, first=True)
+    return d_weight.to(dtype)
+
+
+@weight_gradient_op.register_fake
+def _(d_logits, features, dtype):
+    return features.new_empty((d_logits.shape[1], features.shape[1]), dtype=dtype)
 
 
 @torch.library.custom_op("logitless::statistics", mutates_args=())

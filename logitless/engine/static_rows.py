@@ -17,6 +17,7 @@ from torch import Tensor
 from logitless.engine.call import HeadCall
 from logitless.engine.choose import grouping_of
 from logitless.engine.compiled import is_capturing, is_of_library
+from logitless.engine.graph_names import constant_in_graphs
 from logitless.engine.operands import is_same, masked_rows
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows, static_rows
@@ -30,6 +31,8 @@ SIZE = 6
 # A chunk of logits of a call with static rows has at most this share of the device's memory. A captured pass
 # keeps it between calls.
 SHARE = 1 / 128
+# Device types on which a compiled graph computes product 3 of small calls in the backward pass.
+MULTIPLIES_LATER_ON = ("cuda",)
 # Identity of a loss -> the same loss with compact=False; None if it has no such option.
 _STATIC = Remembered()
 
@@ -50,9 +53,14 @@ def holds(numbers: list[int], tokens: int) -> bool:
     return all(numbers[:tokens]) and not any(numbers[tokens:])
 
 
-@cache
+@constant_in_graphs
 def total_memory(device: torch.device) -> int:
     """The bytes of the device's memory; of a CPU, as of a GPU with 64 GiB."""
+    return _total_memory(device)
+
+
+@cache
+def _total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
 
 
@@ -82,8 +90,35 @@ def is_small(call: HeadCall) -> bool:
     N = call.targets.shape[0]
     heads = [x for name, x in call.inputs.items() if call.loss.roles[name] is Role.HEAD and x is not None]
     products = N * (3 * call.V * call.hidden.shape[1] + sum([x.numel() for x in heads]))
-    memory = total_memory(call.weight.device)
-    return 0 < products <= SIZE * memory and N * call.V * call.logits_dtype.itemsize <= SHARE * memory
+    return _is_small(products, N * call.V * call.logits_dtype.itemsize, call.weight.device)
+
+
+def _is_small(products: int, logits_bytes: int, device: torch.device) -> bool:
+    memory = total_memory(device)
+    return 0 < products <= SIZE * memory and logits_bytes <= SHARE * memory
+
+
+def multiplies_later(call: HeadCall) -> bool:
+    """Whether a compiled graph computes product 3 of a call of one head in the backward pass.
+
+    The graph then saves the gradient of the logits (N, V), where it would save d_weight (V, H), and the
+    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H, and the call is so
+    small that its rows are static, or compact=False. If the pass projects fewer rows nevertheless, the others
+    are 0.
+    """
+    loss = call.loss
+    N = call.targets.shape[0]
+    V, H = call.weight.shape
+    device = call.weight.device
+    given = loss.tp_group, loss.cp_group, loss.logits_budget, loss.accum_dtype, call.layers, call.sets
+    return (
+        device.type in MULTIPLIES_LATER_ON
+        and call.dtype != torch.float16
+        and not loss.reader.gathers
+        and all([x is None for x in given])
+        and N <= H
+        and _is_small(3 * N * V * H, N * V * call.dtype.itemsize, device)
+    )
 
 
 def has_kernel(call: HeadCall) -> bool:

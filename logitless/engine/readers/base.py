@@ -60,6 +60,7 @@ class Reader:
     # Names of the per-token statistics that a loss may observe, and that it may differentiate.
     statistics: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[tuple[str, ...]] = ()
+    gathers: ClassVar[bool] = False  # whether `of` may return a class that gathers columns
 
     fused_epilogue = False
     keeps_dlogp_dhidden = False

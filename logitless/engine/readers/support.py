@@ -41,6 +41,7 @@ class SupportReader(IdsReader):
 
     statistics: ClassVar = (*IdsReader.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")
+    gathers: ClassVar = True
     new_statistics: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
 
     _teacher_buffer: Tensor | None = None
