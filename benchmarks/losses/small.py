@@ -1,7 +1,8 @@
 """Calls of few tokens, which wait for the host: us, uncompiled PyTorch and torch.compile.
 
 The losses, their inputs and their truth are those of the benchmarks of large shapes. "without CUDA graphs" is
-our call with `LOGITLESS_CUDA_GRAPHS=0`. `host_ms` is the time until a call and its backward pass have
+our call with `LOGITLESS_CUDA_GRAPHS=0`, "in a compiled step" a function of the user under torch.compile
+(fullgraph=True) that calls our loss. `host_ms` is the time until a call and its backward pass have
 returned.
 """
 
@@ -23,6 +24,7 @@ from benchmarks.losses.preference import PREFERENCE
 from logitless.engine import captured
 
 OURS, UNCAPTURED = "logitless", "logitless, without CUDA graphs"
+COMPILED = "logitless, in a compiled step"
 OTHERS = ("eager, fp32 upcast", "torch.compile")
 H, V = 2048, 151_936
 # Tokens with a trainable and with a frozen head, H, V.
@@ -72,6 +74,7 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     document |= {"absent": {}, "sections": []}
+    torch._dynamo.config.recompile_limit = 64  # the losses share the code of the compiled step
     for index, (loss, frozen, shape) in enumerate(shapes(quick=quick)):
         if loss not in only:
             continue
@@ -89,7 +92,7 @@ def run(
 
 
 def variants(ours: Callable, device: torch.device) -> dict[str, Callable]:
-    """Our call, with and without CUDA graphs."""
+    """Our call, with and without CUDA graphs, and in a compiled step."""
 
     def on(types: tuple[str, ...]) -> Callable:
         def call(*arguments: object) -> object:
@@ -98,11 +101,16 @@ def variants(ours: Callable, device: torch.device) -> dict[str, Callable]:
 
         return call
 
-    return {UNCAPTURED: on(()), OURS: on(("cuda",))}
+    def step(*arguments: object) -> object:
+        return ours(*arguments)
+
+    return {UNCAPTURED: on(()), OURS: on(("cuda",)), COMPILED: torch.compile(step, fullgraph=True)}
 
 
 def table(document: dict, **options) -> str:
     """Milliseconds of each call, after a rest and in a row."""
+    measured = {row["name"] for section in document["sections"] for row in section["rows"]}
+    names = [name for name in (*OTHERS, UNCAPTURED, OURS, COMPILED) if name in measured]
     rows = []
     for section in document["sections"]:
         found = {row["name"]: row for row in section["rows"]}
@@ -110,9 +118,9 @@ def table(document: dict, **options) -> str:
         title = section["objective"] + (", frozen head" if section["frozen"] else "")
         products = section["products_ms"]
         both = f"{products:.2f} / {products / bare['ms'] * bare['hot_ms']:.2f}"
-        cells = [cell(found.get(name), bare["hot_ms"]) for name in (*OTHERS, UNCAPTURED, OURS)]
+        cells = [cell(found.get(name), bare["hot_ms"]) for name in names]
         rows.append([title, section["tokens"], both, *cells])
-    headers = ["loss", "tokens", "products", *OTHERS, UNCAPTURED, OURS]
+    headers = ["loss", "tokens", "products", *names]
     return tabulate(rows, headers, disable_numparse=True, **options)
 
 

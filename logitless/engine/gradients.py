@@ -230,8 +230,9 @@ class Gradients:
                 if is_cast and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)
         if self._kept_rows:
-            for x in (self.d_logits, self._features):
-                x[projection.rows.count :] = 0
+            if projection.rows.count < self._kept_rows:
+                for x in (self.d_logits, self._features):
+                    x[projection.rows.count :] = 0
             self.sums[weight] = self._features
         self._weight = self._bias = None
 

@@ -62,7 +62,7 @@ class PolicyLoss(TokenLoss):
     def sampler_weights(self, old_logps: Tensor, sampling_logps: Tensor, sequences: Sequences) -> Tensor:
         """The product of the factors of `sampler_correction`, without gradient."""
         weights = log_weights(old_logps, sampling_logps)
-        return math.prod(x.factor(weights, sequences) for x in self.corrections)
+        return math.prod([x.factor(weights, sequences) for x in self.corrections])
 
     def check_sampling(self, sampling_logps: Tensor | None) -> None:
         """Raise ValueError unless `sampling_logps` are passed if and only if there is a correction."""
