@@ -765,7 +765,8 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
     supervised = saved[len(ctx.kinds) : 2 * len(ctx.kinds)]
     # Without retain_graph, the saved gradients may be scaled in place and returned.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
-    factor = upstream[0] if deferred is None else deferred * upstream[0]
+    is_one = deferred is None or deferred.dim() > 0  # an empty tensor, of an operator
+    factor = upstream[0] if is_one else deferred * upstream[0]
     grads = _finished(ctx, sums, factor, supervised, owned=owned)
     if ctx.product is not None:
         weight, dtype = ctx.product

@@ -409,9 +409,10 @@ class CapturedPass:
         call = self._call.with_targets(None, {})
         call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
         rows = self._rows
-        if self.streak is None:
+        if self.streak is None and not self._options["fixed_dtypes"]:
             # What the backward pass reads of the rows: of a pass into a main gradient, which has computed no
-            # gradient yet, their number. A later replay overwrites all tensors of the graph.
+            # gradient yet, their number. A later replay overwrites all tensors of the graph. A compiled graph
+            # reads the targets instead (`base._supervised_in_graph`).
             read = ("supervised", "supervised_count") if call.trainable else ("tokens",)
             rows = rows._replace(**{name: _new(getattr(rows, name)) for name in read})
         gradients = Gradients([call], **self._options)

@@ -47,6 +47,11 @@ def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tenso
     return [_present(gradients.sums.get(index), like) for index in range(len(signature_of(key).needs))]
 
 
+def _defers(calls: Sequence[HeadCall]) -> bool:
+    """Whether the sums of gradients lack a deferred factor (`Gradients.defers_factor`)."""
+    return calls[0].dtype == torch.float16
+
+
 def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
     """The sums of gradients by index of `count` trained tensors; an empty tensor if no gradient is needed."""
     like = calls[0].hidden
@@ -61,22 +66,16 @@ def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
 def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: bool) -> list[Tensor]:
     """Run `base.solve`. Returns [loss, metrics, *tokens, deferred, *sums of gradients, d_logits].
 
-    With `later`, d_logits is (N, V), and the sum of d_weight is replaced by the features (N, H): see
-    `Gradients`. Otherwise d_logits is empty.
+    The deferred factor is empty if it is 1. With `later`, d_logits is (N, V), and the sum of d_weight is
+    replaced by the features (N, H): see `Gradients`. Otherwise d_logits is empty.
     """
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
         solved = base.solve(calls, fixed_dtypes=True, later=later)
         sums = _sums(solved.gradients, calls, key, solved.loss)
         d_logits = _present(solved.gradients.d_logits, solved.loss)
-        return [
-            solved.loss,
-            solved.metrics,
-            *solved.tokens,
-            solved.deferred_on_device,
-            *sums,
-            d_logits,
-        ]
+        deferred = solved.deferred_on_device if _defers(calls) else solved.loss.new_empty(0)
+        return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits]
 
 
 @torch.library.register_fake("logitless::solve")
@@ -88,7 +87,8 @@ def _(tensors, sequences, key, later):
     N = calls[0].targets.shape
     metrics = (len(calls), 1 + len(loss.metric_names))
     kinds = [torch.int64 if name == "predictions" else stat for name in base.solved_names(loss)]
-    shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), ((), stat)
+    deferred = () if _defers(calls) else (0,)
+    shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), (deferred, stat)
     outputs = [tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
     sums = _fake_sums(calls, len(signature.needs))
     d_logits = outputs[0].new_empty(0)
