@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless import CrossEntropyLoss, linear_cross_entropy
+from logitless import CrossEntropyLoss, KTOLoss, linear_cross_entropy
 from logitless.engine import budget, static_rows
 from logitless.engine.captured import SIGHTINGS, CapturedPass
 from tests.cases import usually
@@ -206,3 +206,24 @@ def test_replays(compact, monkeypatch):
         actual = [torch.autograd.grad(loss, (hidden, weight, bias)) for loss in losses]
     assert len(used) == 4
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_an_eager_call_and_a_graph_replay_passes_of_their_own(compiled_first):
+    """The eager call is looked up by the flattened call too, because kl is a number."""
+    hidden, weight, _, targets = operands()
+    given = {"ref_logps": torch.zeros(2, 3, device=DEVICE), "kl": 0.1}
+    given["labels"] = torch.tensor([True, False], device=DEVICE)
+    loss_fn = KTOLoss()
+
+    def step(hidden, weight, targets):
+        return loss_fn(hidden.view(2, 3, H), weight, targets.view(2, 3), **given).loss
+
+    x = hidden, weight, targets
+    with uncaptured(), uncompiled():
+        expected = gradients(step, x)
+    with captures(static=True):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for function in (compiled, step) if compiled_first else (step, compiled):
+            for _ in range(SIGHTINGS + 1):
+                torch.testing.assert_close(gradients(function, x), expected, rtol=1e-4, atol=1e-6)
