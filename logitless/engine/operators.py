@@ -18,7 +18,9 @@ from logitless.engine.gradients import Gradients, finished_sums
 from logitless.engine.graph_names import signature_of
 from logitless.kernels.matmul import accumulate
 
-_LIBRARY = torch.library.Library("logitless", "FRAGMENT")
+# It may exist already, if this module is imported a second time: without a reference, its operators end.
+torch.ops.logitless.library = None
+torch.ops.logitless.library = torch.library.Library("logitless", "FRAGMENT")
 
 
 def _operator(name: str) -> Callable[[Callable], Callable]:
@@ -28,8 +30,9 @@ def _operator(name: str) -> Callable[[Callable], Callable]:
     """
 
     def register(function: Callable) -> Callable:
-        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        library = torch.ops.logitless.library
+        library.define(name + torch.library.infer_schema(function, mutates_args=()))
+        library.impl(name, function, "CompositeExplicitAutograd")
         return function
 
     return register
@@ -78,7 +81,7 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: 
         return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits]
 
 
-@torch.library.register_fake("logitless::solve")
+@torch.library.register_fake("logitless::solve", lib=torch.ops.logitless.library)
 def _(tensors, sequences, key, later):
     signature = signature_of(key)
     calls = _calls(tensors, sequences, key)
@@ -109,7 +112,7 @@ def weight_gradient_op(d_logits: Tensor, features: Tensor, dtype: torch.dtype) -
     return d_weight.to(dtype)
 
 
-@torch.library.register_fake("logitless::weight_gradient")
+@torch.library.register_fake("logitless::weight_gradient", lib=torch.ops.logitless.library)
 def _(d_logits, features, dtype):
     return features.new_empty((d_logits.shape[1], features.shape[1]), dtype=dtype)
 
@@ -124,7 +127,7 @@ def statistics_op(tensors: Sequence[Tensor | None], sequences: int, key: str) ->
         return [_present(statistics.dlogp_dhidden, call.hidden), *(statistics.named[name] for name in names)]
 
 
-@torch.library.register_fake("logitless::statistics")
+@torch.library.register_fake("logitless::statistics", lib=torch.ops.logitless.library)
 def _(tensors, sequences, key):
     (call,) = _calls(tensors, sequences, key)
     loss = call.loss
@@ -158,7 +161,7 @@ def gradients_op(
         return [deferred, *_sums(gradients, calls, key, deferred)]
 
 
-@torch.library.register_fake("logitless::gradients")
+@torch.library.register_fake("logitless::gradients", lib=torch.ops.logitless.library)
 def _(tensors, dlogp_dhidden, statistics, upstream, sequences, key):
     calls = _calls(tensors, sequences, key)
     deferred = tensors[0].new_empty((), dtype=calls[0].stat_dtype)

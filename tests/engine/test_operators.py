@@ -3,6 +3,8 @@
 import copy
 import functools
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -265,3 +267,34 @@ def test_inductor_of_unreduced_losses(loss, inputs):
     torch.testing.assert_close(our_metrics, metrics, rtol=1e-4, atol=1e-5)
     for a, b in zip(our_grads, grads, strict=True):
         assert b.norm() > 0 and relative_error(a, b) < 1e-4
+
+
+IMPORTED_AGAIN = """
+import importlib
+import sys
+
+import torch
+
+import logitless.engine.operators
+
+
+def use():
+    from logitless import linear_cross_entropy
+
+    torch._dynamo.reset()
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    step = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    step(hidden, weight, torch.arange(6)).backward()
+
+
+importlib.reload(logitless.engine.operators)
+use()
+for name in [name for name in sys.modules if name.startswith("logitless")]:
+    del sys.modules[name]
+use()
+"""
+
+
+def test_the_library_may_be_imported_again():
+    """As notebooks do whose modules are reloaded."""
+    subprocess.run([sys.executable, "-c", IMPORTED_AGAIN], check=True)
