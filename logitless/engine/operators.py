@@ -18,7 +18,8 @@ from logitless.engine.gradients import Gradients, finished_sums
 from logitless.engine.graph_names import signature_of
 from logitless.kernels.matmul import accumulate
 
-# It may exist already, if this module is imported a second time: without a reference, its operators end.
+# If this module is imported again, the operators of the first import must be removed. They are when their
+# library has no reference.
 torch.ops.logitless.library = None
 torch.ops.logitless.library = torch.library.Library("logitless", "FRAGMENT")
 
@@ -31,7 +32,8 @@ def _operator(name: str) -> Callable[[Callable], Callable]:
 
     def register(function: Callable) -> Callable:
         library = torch.ops.logitless.library
-        library.define(name + torch.library.infer_schema(function, mutates_args=()))
+        schema = torch.library.infer_schema(function, mutates_args=())
+        library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         library.impl(name, function, "CompositeExplicitAutograd")
         return function
 
