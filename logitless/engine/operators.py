@@ -32,6 +32,7 @@ def _operator(name: str) -> Callable[[Callable], Callable]:
 
     def register(function: Callable) -> Callable:
         library = torch.ops.logitless.library
+        vars(torch.ops.logitless).pop(name, None)  # torch 2.11 keeps the operator of the first import
         schema = torch.library.infer_schema(function, mutates_args=())
         library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         library.impl(name, function, "CompositeExplicitAutograd")
