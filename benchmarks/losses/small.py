@@ -74,7 +74,6 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     document |= {"absent": {}, "sections": []}
-    torch._dynamo.config.recompile_limit = 64  # the losses share the code of the compiled step
     for index, (loss, frozen, shape) in enumerate(shapes(quick=quick)):
         if loss not in only:
             continue
@@ -83,7 +82,9 @@ def run(
         document["absent"] |= absent
         calls = variants(present[OURS], device) | {name: present[name] for name in OTHERS if name in present}
         seed = document["seed"] + index
-        section = objective.measure_shape(shape, calls, device, seed, seconds, say)
+        # The losses share the code of the compiled step.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            section = objective.measure_shape(shape, calls, device, seed, seconds, say)
         section |= {"objective": loss, "tokens": shape.N, "frozen": frozen}
         section["products_ms"] = (products - frozen * (products > 1)) * section["yardstick"]["ms"]
         document["sections"].append(section)

@@ -231,7 +231,8 @@ class FusedLinearBase(torch.autograd.Function):
     sequences, d_hidden of its tokens, and its contribution to d_weight, which the caller sums over the group.
 
     torch.compile: Dynamo traces `forward` and `backward`. Each pass in them is one opaque operator
-    (`operators`), so that the chunk loop is not unrolled. The results do not contain a `Plan`.
+    (`operators`), so that the chunk loop is not unrolled. The results do not contain a `Plan`. In `SOLVED`,
+    `backward` computes product 3 of a small call (`static_rows.multiplies_later`).
     """
 
     @staticmethod
@@ -496,7 +497,7 @@ def solve(calls: Sequence[HeadCall], *, fixed_dtypes: bool, later: bool = False)
         def run(call: HeadCall, rows: Rows, gradients: Gradients | None = None) -> Solved:
             return _solve([(call, rows)], gradients or Gradients([call], **options))
 
-        return over_rows(call, run, partial(captured.captured_solve, solve=run, **options))
+        return over_rows(call, run, partial(captured.captured_solve, solve=run, options=options))
     chosen = list(map(resolve_rows, calls))
     return _solve(chosen, Gradients([call for call, _ in chosen], fixed_dtypes=fixed_dtypes))
 

@@ -148,7 +148,11 @@ def replayed(call: Replayable) -> Solved | None:
 
 
 def captured_solve(
-    call: HeadCall, assume: Assume, streak: Streak | None, solve: Solve, *, fixed_dtypes: bool, kept_rows: int
+    call: HeadCall,
+    assume: Assume,
+    streak: Streak | None,
+    solve: Solve,
+    options: Mapping[str, bool | int],
 ) -> tuple[bool, Solved | None]:
     """Run a call by its captured pass, which is captured if its key has come often enough.
 
@@ -157,7 +161,7 @@ def captured_solve(
         assume: its rows, before the host has read which are supervised.
         streak: the streak that expects them; None if the rows do not depend on earlier calls.
         solve: the pass.
-        fixed_dtypes, kept_rows: see `Gradients`.
+        options: `fixed_dtypes` and `kept_rows` of its `Gradients`.
 
     Returns:
         (False, None): there is no captured pass. (True, None): it ran, but the assumption is wrong.
@@ -166,12 +170,11 @@ def captured_solve(
     if not (call.loss.compact or _on_default_stream(call.weight.device)):
         # Before a whole step is captured, by hand or by torch.compile, some steps run on another stream.
         return False, None
-    raw = call.replayable or _of_head_call(call, (fixed_dtypes, kept_rows))
+    raw = call.replayable or _of_head_call(call, options)
     if raw is None or not _LOCK.acquire(blocking=False):
         return False, None
     try:
         CapturedPass.calls += call.replayable is None  # `replayed` has counted the others
-        options = {"fixed_dtypes": fixed_dtypes, "kept_rows": kept_rows}
         make = partial(CapturedPass, raw, call, assume, streak, solve, options)
         captured = _PASSES.get(raw.key) or _new_pass(raw, make)
         if captured is None:
@@ -189,7 +192,7 @@ def _on_default_stream(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
-def _of_head_call(call: HeadCall, options: tuple) -> Replayable | None:
+def _of_head_call(call: HeadCall, options: Mapping[str, bool | int]) -> Replayable | None:
     """The checked call: in a compiled graph, and if the arguments do not allow a capture."""
     if not is_eligible(call.loss, call.hidden, call.weight, call.targets):
         return None
@@ -205,7 +208,7 @@ def _of_head_call(call: HeadCall, options: tuple) -> Replayable | None:
         return moved
 
     parts = call.dtype, call.needs, call.indices, call.coefficient, call.sequence_count
-    return replayable(call.loss, given, heads, (*options, *parts), bind)
+    return replayable(call.loss, given, heads, (*options.values(), *parts), bind)
 
 
 def forget() -> None:
@@ -308,7 +311,7 @@ class CapturedPass:
         assume: Assume,
         streak: Streak | None,
         solve: Solve,
-        options: Mapping[str, bool | int],  # of the sums of its gradients
+        options: Mapping[str, bool | int],
     ):
         device = call.weight.device
         gradients = Gradients([call], **options)

@@ -23,7 +23,7 @@ from logitless.engine.host_copy import HostCopy
 from logitless.engine.operands import is_same
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
-from logitless.engine.static_rows import Assumed, holds, is_static, of_every_row, with_static_rows
+from logitless.engine.static_rows import Assumed, holds, is_plain, is_static, of_every_row, with_static_rows
 from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
@@ -200,7 +200,7 @@ def planned(call: HeadCall) -> HeadCall:
 
 def _without_counts(call: HeadCall) -> Assume | None:
     """Choose the rows of a call that do not depend on which tokens are supervised; None if they do."""
-    if not (_is_plain(call) and _runs_on_gpu(call.targets)):
+    if not (is_plain(call) and _runs_on_gpu(call.targets)):
         return None
     if not call.loss.compact:
         return _every_row
@@ -235,7 +235,7 @@ def _streak(call: HeadCall) -> Streak | None:
     loss = call.loss
     if loss.unmasked or not loss.compact or not loss.identity or not _runs_on_gpu(call.targets):
         return None
-    if not _is_plain(call):
+    if not is_plain(call):
         return None
     if not all(_is_no_index(x) or is_same(x, call.targets) for x in call.inputs.values()):
         return None
@@ -247,13 +247,6 @@ def _streak(call: HeadCall) -> Streak | None:
     if key not in _STREAKS:
         _STREAKS[key] = Streak()
     return _STREAKS[key]
-
-
-def _is_plain(call: HeadCall) -> bool:
-    """Whether the call has no process group, no layers, no packed sequences and no sampling mask."""
-    loss = call.loss
-    given = loss.tp_group, loss.cp_group, call.layers, call.cu_seqlens, call.sets
-    return all([x is None for x in given])
 
 
 def _runs_on_gpu(targets: Tensor) -> bool:

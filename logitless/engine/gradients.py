@@ -72,6 +72,11 @@ def _casts(call: HeadCall, x: Tensor) -> bool:
     return torch.float16 not in (call.dtype, x.dtype)
 
 
+def defers_factor(calls: Sequence[HeadCall]) -> bool:
+    """See `Gradients.defers_factor`."""
+    return calls[0].dtype == torch.float16
+
+
 @dataclass
 class Sum:
     """A buffer that the first chunk overwrites and later chunks add to."""
@@ -128,7 +133,7 @@ class Gradients:
         self._last = {index: call for call in calls for index in call.indices[:3]}
         self.sums: dict[int, Tensor] = {}
         self.supervised: dict[int, Tensor | None] = {}
-        self.defers_factor = calls[0].dtype == torch.float16
+        self.defers_factor = defers_factor(calls)
         self._weight: Sum | None = None  # of the head between `open` and `close`
         self._bias: Sum | None = None
 

@@ -2,9 +2,10 @@
 
 Without operators, Dynamo would unroll the chunk loop into a new graph for every number of tokens.
 
-An operator takes the tensors of a packed call, the number of sequences, and a string key for the constants of
-the graph (see `graph_names`). It returns a fixed number of tensors, whose dtypes do not depend on the number
-of tokens. An empty tensor represents None. `FusedLinearBase` calls the operators as `torch.ops.logitless`.
+The operator of a pass takes the tensors of a packed call, the number of sequences, and a string key for the
+constants of the graph (see `graph_names`). It returns a fixed number of tensors, whose dtypes do not depend
+on the number of tokens. An empty tensor represents None. `FusedLinearBase` calls the operators as
+`torch.ops.logitless`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from logitless.engine import base
 from logitless.engine.call import HeadCall, d_hidden_dtype, unpack
-from logitless.engine.gradients import Gradients, finished_sums
+from logitless.engine.gradients import Gradients, defers_factor, finished_sums
 from logitless.engine.graph_names import signature_of
 from logitless.kernels.matmul import accumulate
 
@@ -53,11 +54,6 @@ def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tenso
     return [_present(gradients.sums.get(index), like) for index in range(len(signature_of(key).needs))]
 
 
-def _defers(calls: Sequence[HeadCall]) -> bool:
-    """Whether the sums of gradients lack a deferred factor (`Gradients.defers_factor`)."""
-    return calls[0].dtype == torch.float16
-
-
 def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
     """The sums of gradients by index of `count` trained tensors; an empty tensor if no gradient is needed."""
     like = calls[0].hidden
@@ -80,7 +76,7 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: 
         solved = base.solve(calls, fixed_dtypes=True, later=later)
         sums = _sums(solved.gradients, calls, key, solved.loss)
         d_logits = _present(solved.gradients.d_logits, solved.loss)
-        deferred = solved.deferred_on_device if _defers(calls) else solved.loss.new_empty(0)
+        deferred = solved.deferred_on_device if defers_factor(calls) else solved.loss.new_empty(0)
         return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits]
 
 
@@ -93,7 +89,7 @@ def _(tensors, sequences, key, later):
     N = calls[0].targets.shape
     metrics = (len(calls), 1 + len(loss.metric_names))
     kinds = [torch.int64 if name == "predictions" else stat for name in base.solved_names(loss)]
-    deferred = () if _defers(calls) else (0,)
+    deferred = () if defers_factor(calls) else (0,)
     shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), (deferred, stat)
     outputs = [tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
     sums = _fake_sums(calls, len(signature.needs))

@@ -74,15 +74,24 @@ def is_static(call: HeadCall) -> bool:
     return (
         loss.compact
         and bool(loss.identity)
-        and loss.logits_budget is None
-        and loss.teacher_rows is None
-        and not loss.unmasked
+        and _allows_every_row(loss)
         and is_small(call)
         and is_of_library(loss)
         and has_kernel(call)
         and not is_capturing(call.weight.device)
         and _with_every_row(loss) is not None
     )
+
+
+def is_plain(call: HeadCall) -> bool:
+    """Whether the call has no process group, no layers, no packed sequences and no sampling mask."""
+    loss = call.loss
+    given = loss.tp_group, loss.cp_group, call.layers, call.cu_seqlens, call.sets
+    return all([x is None for x in given])
+
+
+def _allows_every_row(loss: LossSpec) -> bool:
+    return loss.logits_budget is None and loss.teacher_rows is None and not loss.unmasked
 
 
 def is_small(call: HeadCall) -> bool:
@@ -102,20 +111,20 @@ def multiplies_later(call: HeadCall) -> bool:
     """Whether a compiled graph computes product 3 of a call of one head in the backward pass.
 
     The graph then saves the gradient of the logits (N, V), where it would save d_weight (V, H), and the
-    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H, and the call is so
-    small that its rows are static, or compact=False. If the pass projects fewer rows nevertheless, the others
-    are 0.
+    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H, and the call is as
+    small as those whose rows are static. If its pass projects its supervised rows alone, the others are 0.
     """
     loss = call.loss
     N = call.targets.shape[0]
     V, H = call.weight.shape
     device = call.weight.device
-    given = loss.tp_group, loss.cp_group, loss.logits_budget, loss.accum_dtype, call.layers, call.sets
     return (
         device.type in MULTIPLIES_LATER_ON
+        and is_plain(call)
+        and _allows_every_row(loss)
+        and loss.accum_dtype is None
         and call.dtype != torch.float16
         and not loss.reader.gathers
-        and all([x is None for x in given])
         and N <= H
         and _is_small(3 * N * V * H, N * V * call.dtype.itemsize, device)
     )

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless import CrossEntropyLoss, KTOLoss, linear_cross_entropy
+from logitless import CrossEntropyLoss, DPOLoss, KTOLoss, linear_cross_entropy
 from logitless.engine import budget, static_rows
 from logitless.engine.captured import SIGHTINGS, CapturedPass
+from logitless.engine.operands import SplitHead
 from tests.cases import usually
 from tests.engine.test_captured import captures
 from tests.engine.test_static_rows import uncaptured
@@ -32,8 +33,10 @@ class Backend:
     """Runs the graphs as they are; `operators`: those of the library in the last backward graph."""
 
     operators: list[str] = field(default_factory=list)
+    graphs: int = 0
 
     def __call__(self, graph, inputs):
+        self.graphs += 1
         from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
 
@@ -45,11 +48,11 @@ class Backend:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
 
 
-def operands(tokens=TOKENS, *, ignored=2, dtype=torch.float32, seed=0, head=None):
+def operands(tokens=TOKENS, *, ignored=2, dtype=torch.float32, seed=0):
     made = torch.Generator(DEVICE).manual_seed(seed)
     hidden = torch.randn(tokens, H, generator=made, device=DEVICE).to(dtype).requires_grad_()
-    weight = torch.randn(V, H, generator=made, device=DEVICE).to(head or dtype).requires_grad_()
-    bias = torch.randn(V, generator=made, device=DEVICE).to(head or dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=made, device=DEVICE).to(dtype).requires_grad_()
+    bias = torch.randn(V, generator=made, device=DEVICE).to(dtype).requires_grad_()
     targets = torch.randint(V, (tokens,), generator=made, device=DEVICE)
     targets[tokens - ignored :] = -100
     return hidden, weight, bias, targets
@@ -77,8 +80,16 @@ def cross_entropy(hidden, weight, bias, targets):
 
 
 def test_lengths():
-    """A graph of every length of at most H tokens, and one for more; ignored tokens, at times all of them."""
+    """Three graphs: of the first length, of those of at most H tokens, of more. Ignored tokens, or all."""
     calls = [operands(n, ignored=ignored) for n, ignored in ((6, 2), (5, 0), (8, 8), (4, 1))]
+    backend = Backend()
+    compiled = torch.compile(cross_entropy, backend=backend, fullgraph=True)
+    for x in (*calls, operands(9), operands(40), *calls):
+        with uncompiled():
+            expected = gradients(cross_entropy, x)
+        torch.testing.assert_close(gradients(compiled, x), expected, rtol=1e-4, atol=1e-6)
+    assert backend.graphs == 3
+    torch._dynamo.reset()
     compare(cross_entropy, *calls)
     compare(cross_entropy, operands(9), operators=())
 
@@ -145,6 +156,18 @@ def test_calls_with_a_product_in_the_forward_pass(options):
     hidden, weight, _, targets = operands()
     compare(step, (hidden, weight, targets), operators=[])
     compare(step, (hidden, weight.detach(), targets), operators=[])
+
+
+def test_packed_sequences():
+    """Their ignored rows are not projected, and would be rows of zeros in a later product."""
+    boundaries = torch.tensor([0, 2, TOKENS], dtype=torch.int32, device=DEVICE)
+
+    def step(hidden, weight, targets):
+        loss = DPOLoss()(hidden, weight, targets, ref_logps=targets * 0.1, cu_seqlens=boundaries)
+        return loss.loss
+
+    hidden, weight, _, targets = operands(ignored=1)
+    compare(step, (hidden, weight, targets), operators=[])
 
 
 def test_half_precision_has_its_product_in_the_forward_pass():
@@ -227,3 +250,34 @@ def test_an_eager_call_and_a_graph_replay_passes_of_their_own(compiled_first):
         for function in (compiled, step) if compiled_first else (step, compiled):
             for _ in range(SIGHTINGS + 1):
                 torch.testing.assert_close(gradients(function, x), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_head_that_two_losses_share():
+    def step(hidden, weight, bias, targets):
+        return cross_entropy(hidden, weight, bias, targets) + cross_entropy(-hidden, weight, bias, targets)
+
+    compare(step, operands(), operators=[LATE, LATE])
+
+
+@pytest.mark.parametrize("rank", [TOKENS - 1, TOKENS])
+def test_a_head_with_an_adapter(rank):
+    """Its trained columns alone have a gradient."""
+    made = torch.Generator(DEVICE).manual_seed(1)
+    frozen, b = (torch.randn(V, n, generator=made, device=DEVICE) for n in (H, rank))
+    a = torch.randn(rank, H, generator=made, device=DEVICE).requires_grad_()
+    hidden, _, _, targets = operands()
+
+    def step(hidden, a, b, targets):
+        split = SplitHead(frozen, b)
+        return CrossEntropyLoss()(torch.cat((hidden, hidden @ a.t()), -1), split, targets).loss
+
+    operators = [LATE] if rank >= TOKENS else []
+    compare(step, (hidden, a, b.requires_grad_(), targets), operators=operators)
+
+
+def test_another_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        compare(cross_entropy, operands())
+    finally:
+        torch.set_default_dtype(torch.float32)
