@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -102,6 +103,7 @@ class Objective:
         seed: int,
         seconds: float,
         say: Callable[[str], None],
+        yardstick: Callable[[Problem], Yardstick] = attrgetter("yardstick"),
     ) -> dict:
         """One section of the document: the yardstick, the true loss and a row for each of `losses`."""
         say(f"{shape}: inputs and fp32 truth")
@@ -111,7 +113,7 @@ class Objective:
         problem = self.problem(shape, device, seed)
         calls = {name: partial(loss, *problem.arguments) for name, loss in losses.items()}
         bare, rows = self.measure(
-            calls, problem.leaves, problem.truth, problem.yardstick, seconds=seconds, say=say
+            calls, problem.leaves, problem.truth, yardstick(problem), seconds=seconds, say=say
         )
         goals = self.goals(shape)
         for row in rows:

@@ -8,14 +8,16 @@ returned.
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 from tabulate import tabulate
 
-from benchmarks.harness.objective import Objective, Shape
+from benchmarks.harness.objective import Objective, Problem, Shape
 from benchmarks.harness.report import write_json
+from benchmarks.harness.yardstick import Yardstick, yardstick
 from benchmarks.losses import ce, distillation, policy, preference
 from benchmarks.losses.ce import CE
 from benchmarks.losses.distillation import DISTILLATION
@@ -32,15 +34,24 @@ FULL = ((128, 256, 512, 1024, 2048, 4096), (512,), H, V)
 QUICK = ((64,), (64,), 32, 517)
 # Which tokens have no label does not matter to a call of static rows.
 IGNORED = "CE, 30% ignored"
-# Loss -> (its objective, the bare products of a call in units of the objective's yardstick).
-OBJECTIVES: dict[str, tuple[Objective, int]] = {
-    "CE": (CE, 1),
-    IGNORED: (CE, 1),
-    "DPO": (PREFERENCE, 4),
-    "ORPO": (PREFERENCE, 3),
-    "GRPO": (POLICY, 3),
-    "JSD": (DISTILLATION, 1),
+OBJECTIVES: dict[str, Objective] = {
+    "CE": CE,
+    IGNORED: CE,
+    "DPO": PREFERENCE,
+    "ORPO": PREFERENCE,
+    "GRPO": POLICY,
+    "JSD": DISTILLATION,
 }
+
+
+def products(problem: Problem, loss: str, *, frozen: bool) -> Yardstick:
+    """The bare products of a call. At these sizes they take different times, so each of them is measured."""
+    if OBJECTIVES[loss] not in (PREFERENCE, POLICY):
+        return problem.yardstick
+    hidden, weight, _, *more = problem.arguments
+    hidden, weight, *reference = (x.detach() for x in (hidden, weight, *(more if loss == "DPO" else ())))
+    constant = ((reference[0].flatten(0, -2), reference[1]),) if reference else ()
+    return yardstick(hidden.flatten(0, -2), weight, constant=constant, frozen=frozen)
 
 
 def shape_of(loss: str, tokens: int, H: int, V: int, *, frozen: bool) -> Shape:
@@ -77,16 +88,16 @@ def run(
     for index, (loss, frozen, shape) in enumerate(shapes(quick=quick)):
         if loss not in only:
             continue
-        objective, products = OBJECTIVES[loss]
+        objective = OBJECTIVES[loss]
         present, absent = objective.peers.load(device, (OURS, *OTHERS))
         document["absent"] |= absent
         calls = variants(present[OURS], device) | {name: present[name] for name in OTHERS if name in present}
         seed = document["seed"] + index
         # The losses share the code of the compiled step.
         with torch._dynamo.config.patch(recompile_limit=64):
-            section = objective.measure_shape(shape, calls, device, seed, seconds, say)
+            bare = partial(products, loss=loss, frozen=frozen)
+            section = objective.measure_shape(shape, calls, device, seed, seconds, say, bare)
         section |= {"objective": loss, "tokens": shape.N, "frozen": frozen}
-        section["products_ms"] = (products - frozen * (products > 1)) * section["yardstick"]["ms"]
         document["sections"].append(section)
         write_json(out, document)
     document["complete"] = True
@@ -114,12 +125,17 @@ def table(document: dict, **options) -> str:
         found = {row["name"]: row for row in section["rows"]}
         bare = section["yardstick"]
         title = section["objective"] + (", frozen head" if section["frozen"] else "")
-        products = section["products_ms"]
+        products = products_ms(section)
         both = f"{products:.2f} / {products / bare['ms'] * bare['hot_ms']:.2f}"
         cells = [cell(found.get(name), bare["hot_ms"]) for name in names]
         rows.append([title, section["tokens"], both, *cells])
     headers = ["loss", "tokens", "products", *names]
     return tabulate(rows, headers, disable_numparse=True, **options)
+
+
+def products_ms(section: Mapping) -> float:
+    """Milliseconds of the products. Files of older commits have a multiple of one product in their place."""
+    return section.get("products_ms", section["yardstick"]["ms"])
 
 
 def cell(row: Mapping | None, hot_ms: float) -> str:

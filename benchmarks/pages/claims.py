@@ -9,6 +9,7 @@ from math import comb
 
 from benchmarks.harness.measure import LOSS_LIMIT
 from benchmarks.harness.report import GIB
+from benchmarks.losses import small
 from benchmarks.pages.numbers import Claim, Derived, Result, Source, document
 from benchmarks.proof import curves
 
@@ -124,7 +125,7 @@ def of_products(
 
     def found() -> float:
         section, row = small_call(objective, tokens, name, file)
-        return row["hot_ratio"] * section["yardstick"]["ms"] / section["products_ms"]
+        return row["hot_ratio"] * section["yardstick"]["ms"] / small.products_ms(section)
 
     where = f"benchmarks/results/{file}, {objective}, {tokens} tokens: {name}, hot / products"
     return Derived(where, found)

@@ -531,7 +531,8 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], gradients: Gradients) -> Sol
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, reader, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
-    return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, gradients, plan, rows)
+    results = gradients.sums, gradients.supervised, gradients.d_logits
+    return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, *results, plan, rows)
 
 
 def solve_into_main(
@@ -731,8 +732,8 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
         run.plan = _plan_into_main(call, solved)
         tokens = tokens[:-1] if signature.loss.return_logps else tokens  # without d_logps
     indices = range(len(tensors) if signature is None else len(signature.needs))
-    sums = [solved.gradients.sums.get(index) for index in indices]
-    supervised = [solved.gradients.supervised.get(index) for index in indices]
+    sums = [solved.sums.get(index) for index in indices]
+    supervised = [solved.supervised.get(index) for index in indices]
     # None: the host knows that the factor is 1, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (

@@ -20,12 +20,10 @@ results are queued, so no result has to survive in the pool until another replay
 """
 
 import contextlib
-import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -45,7 +43,7 @@ from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
 from logitless.engine.static_rows import SHARE, holds, total_memory
-from logitless.kernels.matmul import accumulate
+from logitless.kernels.matmul import add_product
 from logitless.parallel.groups import PLAIN
 
 logger = logging.getLogger(__name__)
@@ -101,7 +99,7 @@ def replayable(
         type(loss),
         loss.identity,
         options,
-        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
+        torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None,
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         torch.get_default_dtype(),
@@ -260,34 +258,28 @@ def most_bytes(device: torch.device) -> int:
 
 
 class _Recorder(Gradients):
-    """In the place of the sums: keeps the operands of product 3 instead of computing it."""
+    """The sums of the gradients without product 3, whose operands are kept.
 
-    chunk: Chunk | None = None
-    projection: Projection | None = None
+    Attributes:
+        operands: the gradient of the logits (rows, V) and the features (rows, H).
+        dtype: of d_weight.
+    """
 
-    def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
-        """Nothing is summed."""
+    operands: tuple[Tensor, Tensor] | None = None
+    dtype: torch.dtype | None = None
+
+    def _sum_of_weight(self, call: HeadCall, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def add(self, chunk: Chunk, projection: Projection) -> None:
-        self.chunk = copy.copy(chunk)
+        if self.dtype is not None:
+            self.operands = chunk.gradient, chunk.trained
+        super().add(chunk, projection)
 
     def close(self, call: HeadCall, projection: Projection, deferred: float | Tensor) -> None:
         if type(projection) is not Projection:
             raise RuntimeError("its products are gathered")
-        self.projection = projection
-
-
-@dataclass
-class _ReplayedProjection:
-    """In the place of the projection of a replayed pass: what `Gradients` reads of a `Projection`.
-
-    The projection itself is not kept, because it holds the tensors of the call that was captured.
-    """
-
-    rows: Rows
-    d_hidden: Tensor | None
-    layers: None = None
-    accumulate = staticmethod(accumulate)
+        super().close(call, projection, deferred)
 
 
 class CapturedPass:
@@ -314,9 +306,9 @@ class CapturedPass:
         options: Mapping[str, bool | int],
     ):
         device = call.weight.device
-        gradients = Gradients([call], **options)
         assumed = assume(call)
         chosen = assumed.rows
+        gradients = Gradients([call], **options)
         plan = plan_for(assumed.call, chosen, Pass.SOLVE, wide_d_weight=gradients.sums_wide(call))
         if plan.d_weight_parts > 1:
             raise RuntimeError("it has several chunks")
@@ -332,10 +324,8 @@ class CapturedPass:
         self.expected = None if streak is None else chosen
         self._tokens_assumed = assumed.tokens
         self._every = chosen.count == call.targets.shape[0]
-        self._options = options
-        # What `Gradients` reads of a call, but its head.
-        self._call = call.with_targets(None, {})
-        self._call.__dict__.update(dict.fromkeys(("hidden", "weight", "bias", "num_items", "replayable")))
+        self._fixed_dtypes, self._kept_rows = options["fixed_dtypes"], options["kept_rows"]
+        self._trainable, self._index = call.trainable, call.indices.weight
         self._static = {
             name: None if x is None else torch.empty_like(x, requires_grad=False)
             for name, x in raw.given.items()
@@ -355,25 +345,34 @@ class CapturedPass:
             return static
 
         self._unread = None if assumed.unread is None else HostCopy(assumed.unread, repeats=True)
-        recorder = _Recorder([self._call], **options)
 
-        def run() -> tuple[Solved, Projection | None, Chunk | None]:
+        def run() -> tuple[Solved, tuple[Tensor, Tensor] | None, torch.dtype | None]:
             assumed = assume(bound())
-            if self._unread is not None:
-                self._unread.copy(assumed.unread)  # first, so that the host need not wait for the pass
-            return solve(assumed.call, assumed.rows, recorder), recorder.projection, recorder.chunk
+            recorder = _Recorder([assumed.call], fixed_dtypes=self._fixed_dtypes)
+            unread = assumed.unread
+            with contextlib.nullcontext() if unread is None else _copied_beside(self._unread, unread):
+                return solve(assumed.call, assumed.rows, recorder), recorder.operands, recorder.dtype
 
-        self._replay, (solved, projection, chunk) = capture(run, device)
+        self._replay, (solved, product, self._dtype) = capture(run, device)
         self._plan = solved.plan
         # Rows that do not depend on earlier calls are computed by the graph.
-        self._rows = Rows(*map(_unowned, solved.rows)) if streak is None else chosen
+        in_graph = streak is None
+        self._rows = Rows(*map(_unowned, solved.rows)) if in_graph else chosen
         self._loss, self._metrics, self._deferred = map(
             _unowned, (solved.loss, solved.metrics, solved.deferred)
         )
         self._tokens = list(map(_unowned, solved.tokens))
-        self._d_hidden = None if projection is None else _unowned(projection.d_hidden)
-        self._chunk = None if chunk is None else _operands(chunk)
-        self._trained = None if chunk is None else self._chunk.trained
+        self._sums = {index: _unowned(x) for index, x in solved.sums.items()}
+        # What the backward pass reads of the rows. A compiled graph reads the targets instead
+        # (`base._supervised_in_graph`).
+        supervised = {} if self._fixed_dtypes else solved.supervised
+        guards = {id(x): x for x in supervised.values()}
+        self._guards = [_unowned(x) if in_graph else x for x in guards.values()]
+        self._supervised = {index: list(guards).index(id(x)) for index, x in supervised.items()}
+        self._product = None
+        if product is not None:
+            gradient, features = map(_unowned, product)
+            self._product = gradient.t(), features
 
     def is_expected(self) -> bool:
         """Whether the last calls had the supervised rows of this pass."""
@@ -396,12 +395,12 @@ class CapturedPass:
             _drop(raw.key)  # the rows of the last calls are others now
         return solved
 
-    @torch.no_grad()
     def run(self, raw: Replayable) -> Solved | None:
         self.last_use = CapturedPass.calls
-        self._load(raw.given)
-        self._replay()
-        solved = self._copied_results(raw.heads)
+        with torch.no_grad():
+            self._load(raw.given)
+            self._replay()
+            solved = self._copied_results(raw.heads)
         if self._unread is not None and not holds(self._unread.tolist(), self._tokens_assumed):
             self.last_wrong = CapturedPass.calls
             return None
@@ -409,49 +408,40 @@ class CapturedPass:
 
     def _copied_results(self, heads: Named) -> Solved:
         """The results as new tensors, and product 3."""
-        call = self._call.with_targets(None, {})
-        call.__dict__.update(weight=heads["weight"], bias=heads["bias"])
-        rows = self._rows
-        if self.streak is None and not self._options["fixed_dtypes"]:
-            # What the backward pass reads of the rows: of a pass into a main gradient, which has computed no
-            # gradient yet, their number. A later replay overwrites all tensors of the graph. A compiled graph
-            # reads the targets instead (`base._supervised_in_graph`).
-            read = ("supervised", "supervised_count") if call.trainable else ("tokens",)
-            rows = rows._replace(**{name: _new(getattr(rows, name)) for name in read})
-        gradients = Gradients([call], **self._options)
-        if call.trainable:
-            gradients.open(call, 1.0, several_chunks=False)
-            projection = _ReplayedProjection(rows, _new(self._d_hidden))
-            if self._chunk is not None:
-                self._chunk.trained = self._trained  # which `add` has set to None
-                gradients.add(self._chunk, projection)
-            gradients.close(call, projection, 1.0)
+        rows, guards = self._rows, self._guards
+        if self.streak is None:  # a later replay overwrites all tensors of the graph
+            guards = list(map(_new, guards))
+            # Of a pass into a main gradient, which has computed no gradient yet.
+            if not (self._trainable or self._fixed_dtypes):
+                rows = rows._replace(tokens=_new(rows.tokens))
+        sums = {index: x.clone() for index, x in self._sums.items()}
+        d_logits = None
+        if self._product is not None and self._kept_rows:
+            transposed, features = self._product
+            d_logits, sums[self._index] = self._kept(transposed.t()), self._kept(features)
+        elif self._product is not None:
+            weight = heads["weight"]
+            total = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
+            add_product(total, *self._product, first=True)
+            sums[self._index] = total.to(weight.dtype) if self._fixed_dtypes else total
         return Solved(
             self._loss.clone(),
             self._metrics.clone(),
             [x.clone() for x in self._tokens],
             _new(self._deferred),
-            gradients,
+            sums,
+            {index: guards[at] for index, at in self._supervised.items()},
+            d_logits,
             self._plan,
             rows,
         )
 
-
-def _operands(chunk: Chunk) -> Chunk:
-    """The operands of product 3 alone."""
-    return replace(
-        chunk,
-        logits=None,
-        grad_buffer=None,
-        targets=None,
-        d_features=None,
-        d_product=None,
-        factor=None,
-        gradient=_unowned(chunk.gradient),
-        features=_unowned(chunk.features),
-        trained=_unowned(chunk.trained),
-        factors=tuple([_unowned(x) for x in chunk.factors]),
-    )
+    def _kept(self, x: Tensor) -> Tensor:
+        """A copy of an operand of product 3, with 0 in the rows that the pass does not project."""
+        kept = x.new_empty(self._kept_rows, x.shape[1])
+        kept[: x.shape[0]] = x
+        kept[x.shape[0] :] = 0
+        return kept
 
 
 def _new(x: object) -> object:
@@ -507,6 +497,24 @@ def _capture_on(
         raise
     current.wait_stream(stream)
     return graph, results
+
+
+@contextlib.contextmanager
+def _copied_beside(numbers: HostCopy, x: Tensor) -> Iterator[None]:
+    """Copy `x` to the host at once, on a side stream: the host does not wait for the kernels of the body, and
+    these do not wait for the copy."""
+    if x.device.type != "cuda":
+        numbers.copy(x)
+        yield
+        return
+    main, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        numbers.copy(x)
+    try:
+        yield
+    finally:
+        main.wait_stream(side)  # before the capture ends
 
 
 def _leave_capture_mode(device: torch.device, pool: object) -> None:

@@ -158,15 +158,19 @@ class Gradients:
             if self.defers_factor:
                 self._main.div_(deferred)
         elif needs.weight:
-            self._weight = Sum(self.sums[weight], written=True) if weight in self.sums else None
-            if self._weight is None:
-                self.sums[weight] = torch.empty(V, H, dtype=dtypes.weight, device=call.weight.device)
-                self._weight = Sum(self.sums[weight])
+            self._weight = self._sum_of_weight(call, dtypes.weight)
         if needs.bias:
             written = bias in self.sums
             if not written:
                 self.sums[bias] = torch.empty(V, 1, dtype=dtypes.bias, device=call.weight.device)
             self._bias = Sum(self.sums[bias], written=written)
+
+    def _sum_of_weight(self, call: HeadCall, dtype: torch.dtype) -> Sum | None:
+        index = call.indices.weight
+        written = index in self.sums
+        if not written:
+            self.sums[index] = torch.empty(call.weight.shape, dtype=dtype, device=call.weight.device)
+        return Sum(self.sums[index], written=written)
 
     def add(self, chunk: Chunk, projection: Projection) -> None:
         """Product 3: add a chunk's d_weight and d_bias."""
@@ -250,7 +254,9 @@ class Solved:
     metrics: Tensor  # (heads, 1 + metrics): the loss of each head without its coefficient, then its metrics
     tokens: list[Tensor]  # (N,) per-token statistics, in the order of `solved_names`
     deferred: float | Tensor  # the factor by which the gradients must still be multiplied; a number, or 0-d
-    gradients: Gradients
+    sums: dict[int, Tensor]  # as in `Gradients`, like the next two
+    supervised: dict[int, Tensor | None]
+    d_logits: Tensor | None
     plan: Plan  # of the last head
     rows: Rows  # of the last head
 

@@ -8,14 +8,14 @@ on the number of tokens. An empty tensor represents None. `FusedLinearBase` call
 `torch.ops.logitless`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from logitless.engine import base
 from logitless.engine.call import HeadCall, d_hidden_dtype, unpack
-from logitless.engine.gradients import Gradients, defers_factor, finished_sums
+from logitless.engine.gradients import defers_factor, finished_sums
 from logitless.engine.graph_names import signature_of
 from logitless.kernels.matmul import accumulate
 
@@ -50,8 +50,8 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
-def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tensor) -> list[Tensor]:
-    return [_present(gradients.sums.get(index), like) for index in range(len(signature_of(key).needs))]
+def _sums(sums: Mapping[int, Tensor], key: str, like: Tensor) -> list[Tensor]:
+    return [_present(sums.get(index), like) for index in range(len(signature_of(key).needs))]
 
 
 def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
@@ -74,8 +74,8 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: 
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
         solved = base.solve(calls, fixed_dtypes=True, later=later)
-        sums = _sums(solved.gradients, calls, key, solved.loss)
-        d_logits = _present(solved.gradients.d_logits, solved.loss)
+        sums = _sums(solved.sums, key, solved.loss)
+        d_logits = _present(solved.d_logits, solved.loss)
         deferred = solved.deferred_on_device if defers_factor(calls) else solved.loss.new_empty(0)
         return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits]
 
@@ -157,7 +157,7 @@ def gradients_op(
         deferred, gradients = base.token_gradients(
             calls[0], statistics, upstream, cached_grad, None, fixed_dtypes=True
         )
-        return [deferred, *_sums(gradients, calls, key, deferred)]
+        return [deferred, *_sums(gradients.sums, key, deferred)]
 
 
 @torch.library.register_fake("logitless::gradients", lib=torch.ops.logitless.library)

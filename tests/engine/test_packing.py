@@ -175,7 +175,7 @@ def test_the_sums_of_gradients_are_what_graphs_are_told(make):
     """Shapes and dtypes by `finished_sums`, which the fakes of the operators return."""
     calls = unpack(*pack(make()))
     with torch.no_grad():  # as in the Function
-        sums = solve(calls, fixed_dtypes=True).gradients.sums
+        sums = solve(calls, fixed_dtypes=True).sums
     assert {index: (x.shape, x.dtype) for index, x in sums.items()} == finished_sums(calls)
 
 
@@ -202,8 +202,8 @@ def test_the_dtype_of_d_weight_in_a_graph_is_that_of_the_weight(dtype, autocast,
         calls = unpack(*pack([given(loss, hidden, weight, targets)]))
         with torch.no_grad():
             solved = solve(calls, fixed_dtypes=True)
-    assert {index: (x.shape, x.dtype) for index, x in solved.gradients.sums.items()} == finished_sums(calls)
-    (d_weight,) = solved.gradients.sums.values()
+    assert {index: (x.shape, x.dtype) for index, x in solved.sums.items()} == finished_sums(calls)
+    (d_weight,) = solved.sums.values()
     assert (solved.plan.d_weight_parts > 1) == (budget is not None)
     assert d_weight.dtype == summed
 
