@@ -232,7 +232,7 @@ class FusedLinearBase(torch.autograd.Function):
 
     torch.compile: Dynamo traces `forward` and `backward`. Each pass in them is one opaque operator
     (`operators`), so that the chunk loop is not unrolled. The results do not contain a `Plan`. In `SOLVED`,
-    `backward` computes product 3 of a small call (`static_rows.multiplies_later`).
+    `backward` computes product 3 of a call of at most H tokens (`static_rows.multiplies_later`).
     """
 
     @staticmethod

@@ -5,7 +5,6 @@ them; the checks of a main gradient.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -151,8 +150,7 @@ class Gradients:
             call, multi_head=self._several, wide_d_weight=several_chunks or self.sums_wide(call)
         )
         if self._kept_rows:
-            make = partial(torch.empty, dtype=call.dtype, device=call.weight.device)
-            self.d_logits, self._features = make(self._kept_rows, V), make(self._kept_rows, H)
+            self._features = call.weight.new_empty(self._kept_rows, H, dtype=call.dtype)
         elif needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
             if self.defers_factor:
@@ -175,9 +173,7 @@ class Gradients:
     def add(self, chunk: Chunk, projection: Projection) -> None:
         """Product 3: add a chunk's d_weight and d_bias."""
         if self._kept_rows:
-            # Copies, because the next chunk, or the next replay, overwrites the gradient.
-            self.d_logits[chunk.rows] = chunk.gradient
-            self._features[chunk.rows] = chunk.trained
+            self._keep(chunk)
         elif self._weight is not None:
             projection.accumulate(
                 self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written
@@ -186,6 +182,26 @@ class Gradients:
             chunk.trained = None  # frees a scaled copy of the features before the layers' backward pass
         if self._bias is not None:
             self._add_bias(chunk, projection)
+
+    def _keep(self, chunk: Chunk) -> None:
+        """Keep the operands of product 3."""
+        gradient = chunk.gradient
+        self._features[chunk.rows] = chunk.trained
+        if self._is_kept_whole(gradient):
+            self.d_logits = gradient
+            return
+        if self.d_logits is None:
+            self.d_logits = self._features.new_empty(self._kept_rows, gradient.shape[1])
+        self.d_logits[chunk.rows] = gradient  # the next chunk overwrites the gradient
+
+    def _is_kept_whole(self, gradient: Tensor) -> bool:
+        """Whether the gradient of a chunk has every row, and its memory nothing else."""
+        return (
+            gradient.shape[0] == self._kept_rows
+            and gradient.dtype == self._features.dtype
+            and gradient.is_contiguous()
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
+        )
 
     def _add_bias(self, chunk: Chunk, projection: Projection) -> None:
         gradient = chunk.gradient
@@ -239,6 +255,8 @@ class Gradients:
                 if is_cast and self._last[index] is call:
                     self.sums[index] = self.sums[index].to(x.dtype)
         if self._kept_rows:
+            if self.d_logits is None:  # no row is supervised
+                self.d_logits = self._features.new_empty(self._kept_rows, call.weight.shape[0])
             if projection.rows.count < self._kept_rows:
                 for x in (self.d_logits, self._features):
                     x[projection.rows.count :] = 0

@@ -31,7 +31,7 @@ SIZE = 6
 # A chunk of logits of a call with static rows has at most this share of the device's memory. A captured pass
 # keeps it between calls.
 SHARE = 1 / 128
-# Device types on which a compiled graph computes product 3 of small calls in the backward pass.
+# Device types on which a compiled graph computes product 3 in the backward pass: see `multiplies_later`.
 MULTIPLIES_LATER_ON = ("cuda",)
 # Identity of a loss -> the same loss with compact=False; None if it has no such option.
 _STATIC = Remembered()
@@ -99,11 +99,8 @@ def is_small(call: HeadCall) -> bool:
     N = call.targets.shape[0]
     heads = [x for name, x in call.inputs.items() if call.loss.roles[name] is Role.HEAD and x is not None]
     products = N * (3 * call.V * call.hidden.shape[1] + sum([x.numel() for x in heads]))
-    return _is_small(products, N * call.V * call.logits_dtype.itemsize, call.weight.device)
-
-
-def _is_small(products: int, logits_bytes: int, device: torch.device) -> bool:
-    memory = total_memory(device)
+    logits_bytes = N * call.V * call.logits_dtype.itemsize
+    memory = total_memory(call.weight.device)
     return 0 < products <= SIZE * memory and logits_bytes <= SHARE * memory
 
 
@@ -111,22 +108,18 @@ def multiplies_later(call: HeadCall) -> bool:
     """Whether a compiled graph computes product 3 of a call of one head in the backward pass.
 
     The graph then saves the gradient of the logits (N, V), where it would save d_weight (V, H), and the
-    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H, and the call is as
-    small as those whose rows are static. If its pass projects its supervised rows alone, the others are 0.
+    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H. If the pass projects
+    the supervised rows alone, the others are 0.
     """
     loss = call.loss
-    N = call.targets.shape[0]
-    V, H = call.weight.shape
-    device = call.weight.device
     return (
-        device.type in MULTIPLIES_LATER_ON
+        call.weight.device.type in MULTIPLIES_LATER_ON
         and is_plain(call)
         and _allows_every_row(loss)
         and loss.accum_dtype is None
         and call.dtype != torch.float16
         and not loss.reader.gathers
-        and N <= H
-        and _is_small(3 * N * V * H, N * V * call.dtype.itemsize, device)
+        and 0 < call.targets.shape[0] <= call.weight.shape[1]
     )
 
 
