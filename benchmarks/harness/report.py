@@ -114,7 +114,8 @@ OF_A_RUN = ("command", "date", "seed", "plan")
 
 def medians(runs: Sequence[dict]) -> dict:
     """One document of several runs of a benchmark: the median of every number, and what else all runs have in
-    common. Commands, dates, seeds and plans are those of the last run.
+    common. Commands, dates, seeds and plans are those of the last run. If a run was cut off, the document
+    has the sections that all runs have, and is not complete.
 
     Raises:
         ValueError: the runs differ in more than numbers, as those of another commit or device do.
@@ -134,6 +135,9 @@ def medians(runs: Sequence[dict]) -> dict:
             return statistics.median(values)
         raise ValueError(f"runs: expected the same {where}, got {', '.join(map(str, values))}")
 
+    if not all(run.get("complete", True) for run in runs):
+        sections = min(len(run["sections"]) for run in runs)
+        runs = [run | {"sections": run["sections"][:sections], "complete": False} for run in runs]
     return median("document", *runs) | {"runs": len(runs)}
 
 

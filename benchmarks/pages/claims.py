@@ -104,10 +104,10 @@ def of_compile(name: str, file: str = "small.json", **where: object) -> list[flo
     return ratios
 
 
-def small_call(objective: str, tokens: int, name: str, file: str = "small-h200.json") -> tuple[dict, dict]:
-    """Section and row of a file of small calls, with a trained head."""
+def small_call(objective: str, tokens: int, name: str) -> tuple[dict, dict]:
+    """Section and row of small-h200.json, with a trained head."""
     chosen = {"objective": objective, "tokens": tokens, "frozen": False}
-    (section,) = [x for x in document(file)["sections"] if chosen.items() <= x.items()]
+    (section,) = [x for x in document("small-h200.json")["sections"] if chosen.items() <= x.items()]
     (row,) = [row for row in section["rows"] if row["name"] == name]
     return section, row
 
@@ -118,22 +118,20 @@ def of_cross_entropy(name: str) -> Derived:
     return Derived(where, lambda: small_call("CE", 256, name)[1]["host_ms"])
 
 
-def of_products(
-    objective: str, tokens: int, name: str = "logitless", file: str = "small-h200.json"
-) -> Derived:
+def of_products(objective: str, tokens: int, name: str = "logitless") -> Derived:
     """Time of a small call, one after the other on an H200, divided by that of its products."""
 
     def found() -> float:
-        section, row = small_call(objective, tokens, name, file)
+        section, row = small_call(objective, tokens, name)
         return row["hot_ratio"] * section["yardstick"]["ms"] / small.products_ms(section)
 
-    where = f"benchmarks/results/{file}, {objective}, {tokens} tokens: {name}, hot / products"
+    where = f"benchmarks/results/small-h200.json, {objective}, {tokens} tokens: {name}, hot / products"
     return Derived(where, found)
 
 
 def in_and_out_of_a_graph(objective: str, tokens: int) -> tuple[Derived, Derived]:
     names = "logitless, in a compiled step", "logitless"
-    within, without = [of_products(objective, tokens, name, "small-step-h200.json") for name in names]
+    within, without = [of_products(objective, tokens, name) for name in names]
     return within, without
 
 
@@ -665,10 +663,10 @@ CLAIMS = (
     Claim(
         "docs/howto/small-batches.md",
         "cross-entropy in such a step takes {} times its products with 512 tokens (outside {}), {} with "
-        "1,024 ({}) and {} with 4,096 ({}); GRPO {} times with 512 ({}), {} with "
-        "1,024 ({}) and {} with 4,096 ({})",
+        "1,024 ({}) and {} with 2,048 ({}); GRPO {} times with 512 ({}), {} with "
+        "1,024 ({}) and {} with 2,048 ({})",
         tuple(
-            x for name in ("CE", "GRPO") for n in (512, 1024, 4096) for x in in_and_out_of_a_graph(name, n)
+            x for name in ("CE", "GRPO") for n in (512, 1024, 2048) for x in in_and_out_of_a_graph(name, n)
         ),
     ),
     Claim(
