@@ -710,9 +710,9 @@ def _forward(run: CallSpec, tensors: Sequence[Tensor | None]):
         if run.mode is Mode.PER_TOKEN:
             dlogp_dhidden, *statistics = torch.ops.logitless.statistics(list(tensors), run.sequences, key)
             return tuple(statistics), [dlogp_dhidden], None
-        *outputs, d_logits = torch.ops.logitless.solve(list(tensors), run.sequences, key, run.later)
+        *outputs, d_logits, rows = torch.ops.logitless.solve(list(tensors), run.sequences, key, run.later)
         saved_count = 1 + len(signature.needs)
-        saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors), d_logits]
+        saved = [*outputs[-saved_count:], *_supervised_in_graph(signature, tensors), d_logits, rows]
         outputs = tuple(outputs[:-saved_count])
         return outputs[:-1] if into_main and signature.loss.return_logps else outputs, saved, None
     calls = run.heads if signature is None else unpack(signature, tensors, run.sequences)
@@ -772,7 +772,8 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
     grads = _finished(ctx, sums, factor, supervised, owned=owned)
     if ctx.product is not None:
         weight, dtype = ctx.product
-        grads[weight] = torch.ops.logitless.weight_gradient(saved[-1], grads[weight], dtype)
+        *_, d_logits, rows = saved
+        grads[weight] = torch.ops.logitless.weight_gradient(d_logits, grads[weight], rows, dtype)
     return grads
 
 

@@ -9,8 +9,8 @@ A call is looked up by its arguments (`Replayable`), before the loss checks them
 the loss computes from the arguments: a mask, a shift, the inputs of its terms. It clamps the targets, counts
 what contradicts the assumption of the pass, copies the counts to the host, and has the pass except for
 product 3. Outside of the graph, the call copies its tensors to the addresses that the graph reads,
-and computes product 3, so that d_weight is a new tensor. The head is read at its own address, which is a part
-of the key.
+and computes product 3, so that d_weight is a new tensor, or copies its operands for a compiled graph, whose
+backward pass computes it. The head is read at its own address, which is a part of the key.
 
 With static rows and with compact=False, the graph projects all rows and masks the ignored ones, which may be
 others in every call. With compact=False, it asserts faults on the device.
@@ -20,6 +20,7 @@ results are queued, so no result has to survive in the pool until another replay
 """
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -285,7 +286,8 @@ class _Recorder(Gradients):
 class CapturedPass:
     """The captured pass of one key.
 
-    It keeps the rows, which with compact=False are in the memory of the graph, but no tensor of the call.
+    It keeps the rows, which are in the memory of the graph unless a streak expects them, but no tensor of the
+    call.
 
     Attributes:
         calls: number of calls so far that may be captured.
@@ -317,6 +319,8 @@ class CapturedPass:
             raise RuntimeError(f"its chunk takes {plan.chunk_bytes:,} bytes")
         if call.frozen is not None or call.dtype == torch.float16:
             raise RuntimeError("it has a frozen part of the head, or products in fp16")
+        if call.trainable and call.indices.hidden == call.indices.weight:
+            raise RuntimeError("the hidden states are the head, whose gradient has terms of both")
         if not all([x is None or x.dtype == call.dtype for x in raw.heads.values()]):
             raise RuntimeError("the graph would hold a copy of a head")
         self.last_use = CapturedPass.calls
@@ -408,11 +412,11 @@ class CapturedPass:
         return solved
 
     def _copied_results(self, heads: Named) -> Solved:
-        """The results as new tensors, and product 3."""
+        """The results as new tensors, and product 3 or copies of its operands."""
         rows, guards = self._rows, self._guards
         if self.streak is None:  # a later replay overwrites all tensors of the graph
             guards = list(map(_new, guards))
-            # Of a pass into a main gradient, which has computed no gradient yet.
+            # A pass into a main gradient, which has computed no gradient yet, asks whether there are tokens.
             if not (self._trainable or self._fixed_dtypes):
                 rows = rows._replace(tokens=_new(rows.tokens))
         sums = {index: x.clone() for index, x in self._sums.items()}
@@ -438,10 +442,9 @@ class CapturedPass:
         )
 
     def _kept(self, x: Tensor) -> Tensor:
-        """A copy of an operand of product 3, with 0 in the rows that the pass does not project."""
+        """A copy of an operand of product 3."""
         kept = x.new_empty(self._kept_rows, x.shape[1])
         kept[: x.shape[0]] = x
-        kept[x.shape[0] :] = 0
         return kept
 
 
@@ -500,6 +503,11 @@ def _capture_on(
     return graph, results
 
 
+@functools.cache
+def _side_stream(device: torch.device, main: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def _copied_beside(numbers: HostCopy, x: Tensor) -> Iterator[None]:
     """Copy `x` to the host at once, on a side stream: the host does not wait for the kernels of the body, and
@@ -508,11 +516,12 @@ def _copied_beside(numbers: HostCopy, x: Tensor) -> Iterator[None]:
         numbers.copy(x)
         yield
         return
-    main, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+    main = torch.cuda.current_stream(x.device)
+    side = _side_stream(x.device, main.cuda_stream)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        numbers.copy(x)
     try:
+        with torch.cuda.stream(side):
+            numbers.copy(x)
         yield
     finally:
         main.wait_stream(side)  # before the capture ends

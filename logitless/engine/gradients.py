@@ -101,7 +101,8 @@ class Gradients:
         main: (V, H) main gradient to which the complete d_weight is added: `finish` does not apply a factor
             to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
         kept_rows: 0: product 3 is computed. Otherwise the number N of tokens of a call of one head: the
-            operands of product 3 are kept instead, 0 in the rows that the pass does not project.
+            operands of product 3 are kept instead, first the rows that the pass projects, and then rows
+            that nothing is written to.
 
     Attributes:
         d_logits: (N, V) first operand of product 3, if it is computed later; None: it was computed. The
@@ -187,18 +188,19 @@ class Gradients:
         """Keep the operands of product 3."""
         gradient = chunk.gradient
         self._features[chunk.rows] = chunk.trained
-        if self._is_kept_whole(gradient):
+        if self._is_whole(chunk):
             self.d_logits = gradient
             return
         if self.d_logits is None:
             self.d_logits = self._features.new_empty(self._kept_rows, gradient.shape[1])
         self.d_logits[chunk.rows] = gradient  # the next chunk overwrites the gradient
 
-    def _is_kept_whole(self, gradient: Tensor) -> bool:
-        """Whether the gradient of a chunk has every row, and its memory nothing else."""
+    def _is_whole(self, chunk: Chunk) -> bool:
+        """Whether the gradient of a chunk has every row, and its memory, which is of this pass, no more."""
+        gradient = chunk.gradient
         return (
-            gradient.shape[0] == self._kept_rows
-            and gradient.dtype == self._features.dtype
+            gradient is chunk.grad_buffer
+            and gradient.shape[0] == self._kept_rows
             and gradient.is_contiguous()
             and gradient.untyped_storage().nbytes() == gradient.nbytes
         )
@@ -257,9 +259,6 @@ class Gradients:
         if self._kept_rows:
             if self.d_logits is None:  # no row is supervised
                 self.d_logits = self._features.new_empty(self._kept_rows, call.weight.shape[0])
-            if projection.rows.count < self._kept_rows:
-                for x in (self.d_logits, self._features):
-                    x[projection.rows.count :] = 0
             self.sums[weight] = self._features
         self._weight = self._bias = None
 

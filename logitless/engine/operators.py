@@ -66,10 +66,11 @@ def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
 
 @_operator("solve")
 def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: bool) -> list[Tensor]:
-    """Run `base.solve`. Returns [loss, metrics, *tokens, deferred, *sums of gradients, d_logits].
+    """Run `base.solve`. Returns [loss, metrics, *tokens, deferred, *sums of gradients, d_logits, rows].
 
     The deferred factor is empty if it is 1. With `later`, d_logits is (N, V), and the sum of d_weight is
-    replaced by the features (N, H): see `Gradients`. Otherwise d_logits is empty.
+    replaced by the features (N, H): see `Gradients`. The number of their rows that are written is `rows`, in
+    the memory of the host; empty: all rows. Without `later`, both are empty.
     """
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
@@ -77,7 +78,13 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: 
         sums = _sums(solved.sums, key, solved.loss)
         d_logits = _present(solved.d_logits, solved.loss)
         deferred = solved.deferred_on_device if defers_factor(calls) else solved.loss.new_empty(0)
-        return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits]
+        rows = torch.tensor(solved.rows.count) if _counts(calls, later) else solved.loss.new_empty(0)
+        return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits, rows]
+
+
+def _counts(calls: Sequence[HeadCall], later: bool) -> bool:
+    """Whether the host counts the rows that a late product has: with compact=False, it has all rows."""
+    return later and calls[0].loss.compact
 
 
 @torch.library.register_fake("logitless::solve", lib=torch.ops.logitless.library)
@@ -99,12 +106,16 @@ def _(tensors, sequences, key, later):
         V, H = call.weight.shape
         sums[call.indices.weight] = call.hidden.new_empty((*N, H), dtype=call.dtype)
         d_logits = call.hidden.new_empty((*N, V), dtype=call.dtype)
-    return [*outputs, *sums, d_logits]
+    rows = torch.empty((), dtype=torch.int64) if _counts(calls, later) else outputs[0].new_empty(0)
+    return [*outputs, *sums, d_logits, rows]
 
 
 @_operator("weight_gradient")
-def weight_gradient_op(d_logits: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient_op(d_logits: Tensor, features: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Product 3: d_weight (V, H) of the gradient of the logits (N, V) and the features (N, H)."""
+    if rows.numel():
+        count = int(rows)
+        d_logits, features = d_logits[:count], features[:count]
     wide = torch.promote_types(features.dtype, dtype)
     d_weight = features.new_empty((d_logits.shape[1], features.shape[1]), dtype=wide)
     accumulate(d_weight, d_logits, features, first=True)
@@ -112,7 +123,7 @@ def weight_gradient_op(d_logits: Tensor, features: Tensor, dtype: torch.dtype) -
 
 
 @torch.library.register_fake("logitless::weight_gradient", lib=torch.ops.logitless.library)
-def _(d_logits, features, dtype):
+def _(d_logits, features, rows, dtype):
     return features.new_empty((d_logits.shape[1], features.shape[1]), dtype=dtype)
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from logitless import CrossEntropyLoss, DPOLoss, KTOLoss, linear_cross_entropy
-from logitless.engine import budget, static_rows
+from logitless.engine import budget, operators, static_rows
 from logitless.engine.captured import SIGHTINGS, CapturedPass
 from logitless.engine.operands import SplitHead
+from logitless.kernels.matmul import accumulate
 from tests.cases import usually
 from tests.engine.test_captured import captures
 from tests.engine.test_static_rows import uncaptured
@@ -183,8 +184,29 @@ def test_hidden_states_that_are_the_head():
     def step(x, targets):
         return linear_cross_entropy(x, x, targets)
 
-    x = operands()[0]
-    compare(step, (x, torch.arange(TOKENS, device=DEVICE)), operators=[])
+    given = operands()[0], torch.arange(TOKENS, device=DEVICE)
+    compare(step, given, operators=[])
+    torch._dynamo.reset()
+    with captures(static=True):
+        compare(step, *[given] * (SIGHTINGS + 2), operators=[])
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_rows_of_the_product(compact, monkeypatch):
+    """The product has the supervised tokens alone, where the pass projects these alone."""
+    rows = []
+
+    def accumulated(total, d_logits, features, *, first):
+        rows.append((len(d_logits), len(features)))
+        accumulate(total, d_logits, features, first=first)
+
+    monkeypatch.setattr(operators, "accumulate", accumulated)
+
+    def step(hidden, weight, bias, targets):
+        return CrossEntropyLoss(compact=compact)(hidden, weight, targets, bias=bias).loss
+
+    compare(step, *[operands(ignored=ignored) for ignored in (2, 5, 0)])
+    assert rows == [(n, n) for n in ((4, 1, 6) if compact else (6, 6, 6))]
 
 
 def test_every_row():
