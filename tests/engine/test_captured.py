@@ -11,10 +11,14 @@ import torch
 
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss, linear_cross_entropy
 from logitless.engine import captured, early_projection, remembered, static_rows
+from logitless.engine.base import solve
+from logitless.engine.call import pack, unpack
 from logitless.engine.captured import SIGHTINGS
 from logitless.engine.early_projection import LIKELY
+from logitless.engine.gradients import finished_sums
 from logitless.engine.host_copy import HostCopy
 from logitless.losses.base import LinearLoss
+from tests.engine.calls import given
 from tests.losses import every_loss
 from tests.support import DEVICE
 
@@ -416,6 +420,20 @@ def test_a_pass_keeps_no_graph_of_autograd():
     assert captured._PASSES
     gc.collect()
     assert kept() is None
+
+
+def test_the_dtypes_of_gradients_in_a_graph():
+    """Replayed or not, they do not depend on the dtype of the sum."""
+    x = Operands(dtype=torch.bfloat16)
+    weight = x.weight.detach().requires_grad_()
+    loss = CrossEntropyLoss(accum_dtype=torch.float32)
+    hidden, targets = x.hidden.detach().flatten(0, 1), x.targets.flatten()
+    for _ in range(REPLAYED):
+        calls = unpack(*pack([given(loss, hidden, weight, targets)]))
+        with torch.no_grad():
+            sums = solve(calls, fixed_dtypes=True).sums
+        assert {index: (each.shape, each.dtype) for index, each in sums.items()} == finished_sums(calls)
+    assert captured._PASSES
 
 
 def test_calls_that_are_looked_up_by_the_flattened_call_count():
