@@ -78,7 +78,9 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str, later: 
         sums = _sums(solved.sums, key, solved.loss)
         d_logits = _present(solved.d_logits, solved.loss)
         deferred = solved.deferred_on_device if defers_factor(calls) else solved.loss.new_empty(0)
-        rows = torch.tensor(solved.rows.count) if _counts(calls, later) else solved.loss.new_empty(0)
+        rows = solved.loss.new_empty(0)
+        if _counts(calls, later):
+            rows = torch.tensor(solved.rows.count, dtype=torch.int64, device="cpu")
         return [solved.loss, solved.metrics, *solved.tokens, deferred, *sums, d_logits, rows]
 
 
@@ -106,7 +108,9 @@ def _(tensors, sequences, key, later):
         V, H = call.weight.shape
         sums[call.indices.weight] = call.hidden.new_empty((*N, H), dtype=call.dtype)
         d_logits = call.hidden.new_empty((*N, V), dtype=call.dtype)
-    rows = torch.empty((), dtype=torch.int64) if _counts(calls, later) else outputs[0].new_empty(0)
+    rows = outputs[0].new_empty(0)
+    if _counts(calls, later):
+        rows = torch.empty((), dtype=torch.int64, device="cpu")
     return [*outputs, *sums, d_logits, rows]
 
 
