@@ -413,7 +413,8 @@ class CapturedPass:
 
     def _copied_results(self, heads: Named) -> Solved:
         """The results as new tensors, and product 3 or copies of its operands."""
-        rows, guards = self._rows, self._guards
+        rows = self._rows
+        guards = self._guards
         if self.streak is None:  # a later replay overwrites all tensors of the graph
             guards = list(map(_new, guards))
             # A pass into a main gradient, which has computed no gradient yet, asks whether there are tokens.

@@ -119,7 +119,8 @@ def weight_gradient_op(d_logits: Tensor, features: Tensor, rows: Tensor, dtype: 
     """Product 3: d_weight (V, H) of the gradient of the logits (N, V) and the features (N, H)."""
     if rows.numel():
         count = int(rows)
-        d_logits, features = d_logits[:count], features[:count]
+        d_logits = d_logits[:count]
+        features = features[:count]
     wide = torch.promote_types(features.dtype, dtype)
     d_weight = features.new_empty((d_logits.shape[1], features.shape[1]), dtype=wide)
     accumulate(d_weight, d_logits, features, first=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.engine import budget
 from logitless.engine.call import HeadCall
 from logitless.engine.choose import grouping_of
 from logitless.engine.compiled import is_capturing, is_of_library
@@ -108,10 +109,13 @@ def multiplies_later(call: HeadCall) -> bool:
     """Whether a compiled graph computes product 3 of a call of one head in the backward pass.
 
     The graph then saves the gradient of the logits (N, V), where it would save d_weight (V, H), and the
-    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H. If the pass projects
-    the supervised rows alone, the others are 0.
+    upstream gradient multiplies the features (N, H) instead of d_weight. N is at most H, and the gradient is
+    not larger than the default `logits_budget`. If the pass projects the supervised rows alone, so does the
+    product.
     """
     loss = call.loss
+    N = call.targets.shape[0]
+    V, H = call.weight.shape
     return (
         call.weight.device.type in MULTIPLIES_LATER_ON
         and is_plain(call)
@@ -119,8 +123,14 @@ def multiplies_later(call: HeadCall) -> bool:
         and loss.accum_dtype is None
         and call.dtype != torch.float16
         and not loss.reader.gathers
-        and 0 < call.targets.shape[0] <= call.weight.shape[1]
+        and 0 < N <= H
+        and N * V * call.dtype.itemsize <= _budget(call.weight.device)
     )
+
+
+@constant_in_graphs
+def _budget(device: torch.device) -> int:
+    return budget.default_budget(device)
 
 
 def has_kernel(call: HeadCall) -> bool:

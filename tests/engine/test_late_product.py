@@ -217,10 +217,17 @@ def test_every_row():
 
 
 def test_several_chunks(monkeypatch):
-    monkeypatch.setattr(budget, "default_budget", lambda device: 4 * 4 * V)
+    monkeypatch.setattr(budget, "default_budget", lambda device: 8 * 4 * V)
     hidden, weight, bias, targets = operands(8, ignored=1)
     assert CrossEntropyLoss()(hidden, weight, targets, bias=bias).plan.chunks > 1
     compare(cross_entropy, (hidden, weight, bias, targets), operands(8, ignored=8))
+
+
+def test_a_gradient_of_the_logits_above_the_budget(monkeypatch):
+    monkeypatch.setattr(budget, "default_budget", lambda device: 8 * 4 * V - 1)
+    compare(cross_entropy, operands(8), operators=())
+    torch._dynamo.reset()
+    compare(cross_entropy, operands(7))
 
 
 def test_retained_graphs():
